@@ -1,0 +1,113 @@
+# Sets up what each target needs, in environments of its own (.venv and .venv-2.13), and reuses it the next time.
+# Variables: make TORCH=torch==2.15.0 test-fast      another PyTorch
+#            make PYTHON=python3.12 env              another Python (3.11 or newer)
+#            make PYTEST_ARGS='-k gather -x' test-fast
+
+PYTHON = python3
+TORCH = torch==2.14.1
+OLD_TORCH = torch==2.13.0
+PYTEST_ARGS =
+
+ENV = .venv
+OLD_ENV = .venv-2.13
+# Where the tests run against the older torch: a copy without zipccl/, so that they can only import what is installed.
+OLD_TREE = build/test-2.13
+
+CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+EXTENSION_FILES = setup.py $(shell find csrc -name '*.cpp' -o -name '*.h')
+PYTHON_FILES = $(shell find zipccl -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
+
+SAY = @printf '\n==> %s\n'
+EXTRAS = -c 'import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*[tool for name in sys.argv[1:] for tool in extras[name]])'
+
+.NOTPARALLEL:
+.SECONDARY:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast test-old lint format bench build env clean FORCE
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build  ## train a small transformer over gloo and over zipccl, and compare
+	$(SAY) 'Demo: FSDP2 on two processes, over gloo and over zipccl'
+	@$(ENV)/bin/python examples/demo.py
+
+test: lint build  ## lint, and all tests on both PyTorch versions
+	$(SAY) 'Tests on $(TORCH)'
+	$(ENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-old
+
+test-fast: build  ## the tests that are not marked slow, on one PyTorch version
+	$(SAY) 'Tests on $(TORCH), without the slow ones'
+	$(ENV)/bin/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-old: $(OLD_ENV)/.installed  ## the tests that are not marked slow, on the older PyTorch
+	$(SAY) 'Tests on $(OLD_TORCH), without the slow ones, against the installed package'
+	@rm -rf $(OLD_TREE) && mkdir -p $(OLD_TREE)
+	@cp -r $(wildcard tests examples benchmarks docs csrc setup.py pyproject.toml README.md LICENSE) $(OLD_TREE)
+	cd $(OLD_TREE) && $(CURDIR)/$(OLD_ENV)/bin/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+lint: $(ENV)/.tools  ## check style and types, change nothing
+	$(SAY) 'Lint'
+	$(ENV)/bin/ruff check .
+	$(ENV)/bin/ruff format --check .
+	$(ENV)/bin/mypy
+	@echo "clang-format: $(words $(CPP)) files"
+	@$(ENV)/bin/clang-format --dry-run -Werror $(CPP)
+
+format: $(ENV)/.tools  ## rewrite the sources in the style that lint checks
+	$(ENV)/bin/ruff check --fix .
+	$(ENV)/bin/ruff format .
+	@$(ENV)/bin/clang-format -i $(CPP)
+
+bench: build  ## the codec against memcpy and other compressors
+	$(ENV)/bin/python benchmarks/codec.py
+
+build: $(ENV)/.installed  ## compile the extension, if anything changed
+
+env: $(ENV)/.tools  ## PyTorch and the tools, without the extension
+
+clean:  ## remove what was built; the environments stay
+	rm -rf build zipccl.egg-info zipccl/_C*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f $(ENV)/.built $(ENV)/.installed $(OLD_ENV)/.installed
+
+# Environments. Each stamp file says that a step is done: .torch (it holds which), .tools, .built, .installed.
+
+%/bin/python:
+	$(SAY) 'New environment: $*'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+		f"zipccl needs Python 3.11 or newer, this is {v[0]}.{v[1]}; name another: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $*
+
+$(ENV)/.torch: WANTED = $(TORCH)
+$(OLD_ENV)/.torch: WANTED = $(OLD_TORCH)
+%/.torch: FORCE | %/bin/python
+	@if [ "$$(cat $@ 2>/dev/null)" != '$(WANTED)' ]; then \
+		printf '\n==> %s\n' '$(WANTED) into $*: PyTorch is a big download, up to several GB; later runs reuse it'; \
+		$*/bin/python -m pip install '$(WANTED)' && echo '$(WANTED)' > $@; \
+	fi
+
+$(ENV)/.tools: NAMES = test dev
+$(OLD_ENV)/.tools: NAMES = test
+%/.tools: %/.torch pyproject.toml
+	$(SAY) 'Tools into $*: $(NAMES)'
+	$*/bin/python -m pip install $$($*/bin/python $(EXTRAS) $(NAMES))
+	@touch $@
+
+$(ENV)/.built: $(ENV)/.tools $(EXTENSION_FILES)
+	$(SAY) 'Building the extension for $(TORCH): a few minutes the first time'
+	$(ENV)/bin/python setup.py build_ext --inplace
+	@touch $@
+
+# Editable: zipccl can be imported from any folder, and comes from this one.
+$(ENV)/.installed: $(ENV)/.built setup.py pyproject.toml
+	$(SAY) 'Installing zipccl into $(ENV)'
+	$(ENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(OLD_ENV)/.installed: $(OLD_ENV)/.tools $(EXTENSION_FILES) $(PYTHON_FILES)
+	$(SAY) 'Building and installing zipccl for $(OLD_TORCH): a few minutes the first time'
+	$(OLD_ENV)/bin/python setup.py build_ext
+	$(OLD_ENV)/bin/python -m pip install --no-deps --no-build-isolation --force-reinstall .
+	@touch $@

@@ -1,0 +1,139 @@
+// zipccl._C: what the Python package is made of.
+#include <torch/extension.h>
+#include <pybind11/chrono.h>
+
+#include "process_group/ProcessGroupZipCCL.hpp"
+
+namespace py = pybind11;
+using namespace zipccl;
+
+namespace {
+
+DType message_dtype(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 ? DType::kBFloat16
+         : tensor.scalar_type() == at::kFloat  ? DType::kFloat32
+                                               : DType::kBytes;
+}
+
+at::Tensor encode_tensor(const at::Tensor& tensor, std::optional<double> sigma) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl.encode: expects a CPU tensor, got one on ", tensor.device());
+  const at::Tensor input = tensor.contiguous().resolve_conj().resolve_neg();
+  const DType dtype = message_dtype(input);
+  const uint64_t elements = dtype == DType::kBytes ? input.nbytes() : input.numel();
+  EncodeOptions options;
+  options.checksum = true;
+  std::vector<int16_t> tops;
+  if (sigma) {
+    tops.assign(chunk_count(elements), window_top(static_cast<float>(*sigma)));
+    options.tops = tops.data();
+  }
+  at::Tensor output = at::empty({static_cast<int64_t>(contiguous_bound(elements, dtype))}, at::kByte);
+  const uint64_t used = encode_contiguous(input.const_data_ptr(), elements, dtype, options, output.data_ptr<uint8_t>());
+  return output.narrow(0, 0, static_cast<int64_t>(used)).clone();
+}
+
+MessageHeader header_of(const at::Tensor& buffer) {
+  TORCH_CHECK_VALUE(buffer.device().is_cpu() && buffer.scalar_type() == at::kByte && buffer.is_contiguous(),
+                    "zipccl.decode: expects a contiguous uint8 CPU tensor");
+  return read_header(buffer.const_data_ptr<uint8_t>(), buffer.numel());
+}
+
+void decode_into(const at::Tensor& buffer, at::Tensor output) {
+  const MessageHeader header = header_of(buffer);
+  const uint64_t size = buffer.numel();
+  const uint64_t split = (header.flags & kPlain) != 0 ? size : std::min(size, contiguous_dynamic_offset(header));
+  const auto* data = buffer.const_data_ptr<uint8_t>();
+  const uint64_t static_size =
+      (header.flags & kPlain) != 0 ? size : std::min(size, static_bytes(header.elements, header.inline_bytes));
+  const DType dtype = message_dtype(output);
+  const uint64_t elements = dtype == DType::kBytes ? output.nbytes() : output.numel();
+  py::gil_scoped_release release;
+  decode({data, static_size, data + split, size - split}, elements, dtype, output.data_ptr());
+}
+
+py::dict as_dict(const CollectiveStats& stats) {
+  py::dict seconds;
+  seconds["encode"] = stats.counters.encode_seconds;
+  seconds["exchange"] = stats.counters.exchange_seconds;
+  seconds["decode"] = stats.counters.decode_seconds;
+  seconds["total"] = stats.counters.total_seconds;
+  py::dict dict;
+  dict["calls"] = stats.calls;
+  dict["zipped"] = stats.zipped;
+  dict["raw"] = stats.raw;
+  dict["native"] = stats.native;
+  dict["raw_bytes"] = stats.counters.raw_bytes;
+  dict["wire_bytes"] = stats.counters.wire_bytes;
+  dict["elements"] = stats.counters.elements;
+  dict["escapes"] = stats.counters.escapes;
+  dict["dynamic_bytes"] = stats.counters.dynamic_bytes;
+  dict["seconds"] = seconds;
+  return dict;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::register_exception<FormatError>(module, "FormatError", PyExc_ValueError);
+
+  module.attr("FORMAT_VERSION") = kVersion;
+  module.def("encode", &encode_tensor, py::arg("tensor"), py::arg("sigma"), py::call_guard<py::gil_scoped_release>());
+  module.def("decode_into", &decode_into, py::arg("buffer"), py::arg("output"));
+  module.def("message", [](const at::Tensor& buffer) {
+    const MessageHeader header = header_of(buffer);
+    return py::make_tuple(static_cast<int>(header.dtype), header.elements);
+  });
+  module.def("window_top", &window_top, py::arg("sigma"));
+  module.def("coder_name", &coder_name);
+  module.def("set_coder", &set_coder, py::arg("name"));
+
+  py::enum_<RouteMode>(module, "Mode")
+      .value("AUTO", RouteMode::kAuto)
+      .value("ZIP", RouteMode::kZip)
+      .value("RAW", RouteMode::kRaw)
+      .value("NATIVE", RouteMode::kNative);
+
+  py::class_<ZipCCLOptions, c10::intrusive_ptr<ZipCCLOptions>, c10d::Backend::Options>(module, "Options")
+      .def(py::init<>())
+      .def_property(
+          "_mode", [](const ZipCCLOptions& options) { return options.mode; },
+          [](ZipCCLOptions& options, RouteMode mode) {
+            options.mode = mode;
+            options.exchange.code = mode == RouteMode::kAuto || mode == RouteMode::kZip;
+          })
+      .def_property(
+          "min_bytes", [](const ZipCCLOptions& options) { return options.exchange.min_bytes; },
+          [](ZipCCLOptions& options, uint64_t bytes) { options.exchange.min_bytes = bytes; })
+      .def_property(
+          "segment_bytes", [](const ZipCCLOptions& options) { return options.exchange.segment_bytes; },
+          [](ZipCCLOptions& options, uint64_t bytes) { options.exchange.segment_bytes = bytes; })
+      .def_property(
+          "inline_fraction", [](const ZipCCLOptions& options) { return options.exchange.inline_fraction; },
+          [](ZipCCLOptions& options, double fraction) { options.exchange.inline_fraction = fraction; })
+      .def_property(
+          "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
+          [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; })
+      .def_readwrite("_window_from_sigma", &ZipCCLOptions::window_from_sigma)
+      // c10d's split_group deep-copies a backend's options.
+      .def("__deepcopy__", [](const ZipCCLOptions& options, const py::dict&) {
+        return c10::make_intrusive<ZipCCLOptions>(options);
+      });
+
+  py::class_<ProcessGroupZipCCL, c10::intrusive_ptr<ProcessGroupZipCCL>, c10d::Backend>(module, "ProcessGroupZipCCL")
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> plain, c10::intrusive_ptr<c10d::Backend> exchange,
+                       c10::intrusive_ptr<ZipCCLOptions> options) {
+             return c10::make_intrusive<ProcessGroupZipCCL>(std::move(plain), std::move(exchange), std::move(options));
+           }),
+           py::arg("plain"), py::arg("exchange"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &ProcessGroupZipCCL::options)
+      .def_property_readonly("plain", &ProcessGroupZipCCL::plain, "The wrapped backend for calls that are handed on.")
+      .def_property_readonly("exchange_backend", &ProcessGroupZipCCL::exchange_backend,
+                             "The wrapped backend whose sends and receives carry the exchange; the worker's own.")
+      .def("stats",
+           [](ProcessGroupZipCCL& group) {
+             py::dict all;
+             for (const auto& [collective, stats] : group.stats()) all[collective.c_str()] = as_dict(stats);
+             return all;
+           })
+      .def("reset_stats", &ProcessGroupZipCCL::reset_stats);
+}

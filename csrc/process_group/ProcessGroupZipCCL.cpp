@@ -1,0 +1,780 @@
+#include "process_group/ProcessGroupZipCCL.hpp"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "collectives/backend_transport.h"
+
+namespace zipccl {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using c10d::OpType;
+using c10d::ReduceOp;
+
+DType dtype_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 ? DType::kBFloat16
+         : tensor.scalar_type() == at::kFloat  ? DType::kFloat32
+                                               : DType::kBytes;
+}
+
+// Elements as a message counts them: bytes, where the dtype is not one that is coded.
+uint64_t message_elements(const at::Tensor& tensor) {
+  return dtype_of(tensor) == DType::kBytes ? tensor.nbytes() : tensor.numel();
+}
+
+at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous().resolve_conj().resolve_neg(); }
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
+  const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
+  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+}
+
+// Where a job writes: the tensor itself, or a dense stand-in that is copied back.
+class Target {
+ public:
+  explicit Target(const at::Tensor& tensor)
+      : tensor_(tensor), dense_(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options())) {}
+  const at::Tensor& dense() const { return dense_; }
+  void copy_back() {
+    if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
+  }
+
+ private:
+  at::Tensor tensor_;
+  at::Tensor dense_;
+};
+
+std::vector<Target> targets_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
+
+// dtypes that Gloo's collectives know. It moves the others as bytes.
+bool gloo_knows(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kBool:
+    case at::kInt:
+    case at::kLong:
+    case at::kComplexFloat:
+    case at::kComplexDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Tensors as_gloo_knows(const char* collective, const Tensors& tensors) {
+  Tensors known;
+  for (const auto& tensor : tensors) {
+    if (gloo_knows(tensor.scalar_type())) {
+      known.push_back(tensor);
+      continue;
+    }
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "zipccl ", collective, ": a tensor of dtype ", tensor.scalar_type(),
+                      " must be contiguous");
+    known.push_back(tensor.view({-1}).view(at::kByte));
+  }
+  return known;
+}
+
+std::vector<Tensors> as_gloo_knows(const char* collective, const std::vector<Tensors>& lists) {
+  std::vector<Tensors> known;
+  for (const auto& list : lists) known.push_back(as_gloo_knows(collective, list));
+  return known;
+}
+
+// Reductions that Gloo lacks and an NCCL user expects.
+bool gloo_lacks(const ReduceOp& operation, at::ScalarType type) {
+  return operation == ReduceOp::PREMUL_SUM ||
+         (operation == ReduceOp::AVG && at::isIntegralType(type, /*includeBool=*/false));
+}
+
+at::Tensor premul_factor(const ReduceOp& operation) {
+  const auto* supplement = static_cast<const c10d::NCCLPreMulSumSupplement*>(operation.supplement_.get());
+  TORCH_CHECK_VALUE(supplement, "zipccl: a PREMUL_SUM without its factor");
+  if (supplement->tensor_factor.defined()) return supplement->tensor_factor.to(at::kCPU);
+  return at::scalar_tensor(supplement->double_factor, at::kDouble);
+}
+
+// The two ends of a reduction made of the wrapped backend's SUM: what is summed, and what the sum becomes. Summing
+// in fp32 spares 16-bit floats all roundings but the last.
+at::Tensor to_be_summed(const at::Tensor& tensor, const ReduceOp& operation) {
+  const bool small_float = at::isFloatingType(tensor.scalar_type()) && tensor.element_size() < 4;
+  at::Tensor summand = small_float ? tensor.to(at::kFloat) : tensor.clone(at::MemoryFormat::Contiguous);
+  summand = dense(summand);
+  if (operation == ReduceOp::PREMUL_SUM) {
+    summand = (summand * premul_factor(operation).to(summand.is_floating_point() ? summand.scalar_type() : at::kDouble))
+                  .to(summand.scalar_type());
+  }
+  return summand;
+}
+
+void from_sum(const at::Tensor& output, const at::Tensor& sum, const ReduceOp& operation, int size) {
+  at::Tensor result = sum.view(output.sizes());
+  if (operation == ReduceOp::AVG) result = at::div(result, size, "trunc");
+  output.copy_(result);
+}
+
+bool reduces_in_fp32(const ReduceOp& operation) {
+  return operation == ReduceOp::SUM || operation == ReduceOp::AVG || operation == ReduceOp::PREMUL_SUM ||
+         operation == ReduceOp::MIN || operation == ReduceOp::MAX;
+}
+
+Reduce reduce_of(const ReduceOp& operation, int size) {
+  Reduce reduce;
+  if (operation == ReduceOp::MIN) reduce.reduction = Reduction::kMin;
+  if (operation == ReduceOp::MAX) reduce.reduction = Reduction::kMax;
+  if (operation == ReduceOp::AVG) reduce.divisor = static_cast<float>(size);
+  if (operation == ReduceOp::PREMUL_SUM) reduce.scale = premul_factor(operation).item<float>();
+  return reduce;
+}
+
+void check_same_dtype(const char* collective, const Tensors& tensors, const at::Tensor& like) {
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.scalar_type() == like.scalar_type(), "zipccl ", collective,
+                      ": all tensors of a call have one dtype, got ", tensor.scalar_type(), " and ",
+                      like.scalar_type());
+  }
+}
+
+void check_contiguous(const char* collective, const at::Tensor& output) {
+  TORCH_CHECK_VALUE(output.is_contiguous(), "zipccl ", collective,
+                    ": the output tensor must be contiguous, its strides are ", output.strides(),
+                    "; pass a contiguous tensor and copy it, or use the list form");
+}
+
+uint64_t largest(const Tensors& tensors) {
+  uint64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes = std::max<uint64_t>(bytes, tensor.nbytes());
+  return bytes;
+}
+
+bool same_sizes(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
+}
+
+Tensors chunks(const at::Tensor& tensor, int size) {
+  const int64_t elements = tensor.numel() / size;
+  const at::Tensor flat = tensor.view({-1});
+  Tensors parts;
+  for (int r = 0; r < size; r++) parts.push_back(flat.narrow(0, r * elements, elements));
+  return parts;
+}
+
+}  // namespace
+
+ProcessGroupZipCCL::ProcessGroupZipCCL(Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
+                                       Ptr<ZipCCLOptions> options)
+    : c10d::Backend(plain->getRank(), plain->getSize()),
+      plain_(std::move(plain)),
+      exchange_(std::move(exchange)),
+      options_(std::move(options)),
+      transport_(std::make_unique<BackendTransport>(exchange_)),
+      workspace_(cpu_device()),
+      worker_(std::make_unique<Worker>()) {
+  init();
+}
+
+ProcessGroupZipCCL::~ProcessGroupZipCCL() {
+  // The worker's last reference to a tensor may need the GIL, so it must not be held while waiting for the worker.
+  std::optional<pybind11::gil_scoped_release> release;
+  if (Py_IsInitialized() && PyGILState_Check()) release.emplace();
+  worker_.reset();
+  transport_.reset();
+  exchange_.reset();
+}
+
+// ---- All-gather
+
+bool ProcessGroupZipCCL::exchanges(const at::Tensor& tensor, uint64_t part_bytes) const {
+  return options_->mode != RouteMode::kNative && dtype_of(tensor) != DType::kBytes &&
+         part_bytes >= options_->exchange.min_bytes;
+}
+
+ProcessGroupZipCCL::Job ProcessGroupZipCCL::all_gather_job(const Tensors& outputs, const at::Tensor& input) {
+  auto targets = targets_of(outputs);
+  at::Tensor source = dense(input);
+  for (int r = 0; r < size_; r++) {
+    const at::Tensor& target = targets[r].dense();
+    const bool in_place = r == rank_ && target.const_data_ptr() == source.const_data_ptr();
+    if (!in_place && overlap(source, target)) source = source.clone();
+  }
+  const Call call{Collective::kAllGather, sequence_++, dtype_of(input)};
+  return [call, targets, source](const ExchangeContext& context) mutable {
+    std::vector<void*> outputs;
+    std::vector<uint64_t> elements;
+    for (const auto& target : targets) {
+      outputs.push_back(target.dense().data_ptr());
+      elements.push_back(message_elements(target.dense()));
+    }
+    zipccl::all_gather(context, call, source.const_data_ptr(), outputs, elements);
+    for (auto& target : targets) target.copy_back();
+  };
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                             const c10d::AllgatherOptions& options) {
+  constexpr auto kName = "all_gather";
+  TORCH_CHECK_VALUE(inputs.size() == 1 && outputs.size() == 1, "zipccl ", kName, ": expects one input and one list");
+  TORCH_CHECK_VALUE(outputs[0].size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
+                    " output tensors, one a rank, got ", outputs[0].size());
+  check_device(kName, inputs);
+  check_device(kName, outputs[0]);
+  check_same_dtype(kName, outputs[0], inputs[0]);
+  TORCH_CHECK_VALUE(outputs[0][rank_].numel() == inputs[0].numel(), "zipccl ", kName, ": the output for this rank has ",
+                    outputs[0][rank_].numel(), " elements, its input ", inputs[0].numel());
+  // Gloo has no all-gather of different sizes, and not all dtypes.
+  if (!exchanges(inputs[0], largest(outputs[0])) && same_sizes(outputs[0]) && gloo_knows(inputs[0].scalar_type())) {
+    count_native(kName);
+    return coalesced(plain_->allgather(outputs, inputs, options));
+  }
+  return submit_exchange(Collective::kAllGather, OpType::ALLGATHER, inputs, outputs[0], options.timeout,
+                         {all_gather_job(outputs[0], inputs[0])});
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                                   const c10d::AllgatherOptions& options) {
+  constexpr auto kName = "all_gather";
+  check_device(kName, {output, input});
+  check_same_dtype(kName, {output}, input);
+  check_contiguous(kName, output);
+  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "zipccl ", kName, ": the output has ", output.numel(),
+                    " elements, but ", size_, " inputs of ", input.numel(), " go into it");
+  if (!exchanges(input, input.nbytes()) && gloo_knows(input.scalar_type())) {
+    count_native(kName);
+    return coalesced(plain_->_allgather_base(output, input, options));
+  }
+  return submit_exchange(Collective::kAllGather, OpType::_ALLGATHER_BASE, {input}, {output}, options.timeout,
+                         {all_gather_job(chunks(output, size_), input)});
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                                       const c10d::AllgatherOptions& options) {
+  constexpr auto kName = "all_gather";
+  TORCH_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
+                    " output lists, one a rank, got ", outputs.size());
+  for (const auto& list : outputs) {
+    TORCH_CHECK_VALUE(list.size() == inputs.size(), "zipccl ", kName, ": every output list has a tensor for each of the ",
+                      inputs.size(), " inputs, got one with ", list.size());
+  }
+  std::vector<Job> jobs;
+  Tensors flat_outputs;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    Tensors of_input;
+    for (const auto& list : outputs) of_input.push_back(list[i]);
+    check_device(kName, {inputs[i]});
+    check_device(kName, of_input);
+    check_same_dtype(kName, of_input, inputs[i]);
+    TORCH_CHECK_VALUE(of_input[rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
+                      " of this rank has ", of_input[rank_].numel(), " elements, the input ", inputs[i].numel());
+    jobs.push_back(all_gather_job(of_input, inputs[i]));
+    flat_outputs.insert(flat_outputs.end(), of_input.begin(), of_input.end());
+  }
+  return submit_exchange(Collective::kAllGather, OpType::ALLGATHER_COALESCED, inputs, flat_outputs, options.timeout,
+                         std::move(jobs));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  constexpr auto kName = "all_gather";
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
+                    outputs.size(), " and ", inputs.size());
+  bool native = true;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    check_device(kName, {outputs[i], inputs[i]});
+    check_same_dtype(kName, {outputs[i]}, inputs[i]);
+    check_contiguous(kName, outputs[i]);
+    TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "zipccl ", kName, ": output ", i, " has ",
+                      outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
+    native = native && !exchanges(inputs[i], inputs[i].nbytes()) && gloo_knows(inputs[i].scalar_type());
+  }
+  if (native) {
+    count_native(kName);
+    return coalesced(plain_->allgather_into_tensor_coalesced(outputs, inputs, options));
+  }
+  std::vector<Job> jobs;
+  for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(chunks(outputs[i], size_), inputs[i]));
+  return submit_exchange(Collective::kAllGather, OpType::COALESCED, inputs, outputs, options.timeout, std::move(jobs));
+}
+
+// ---- Reduce-scatter
+
+ProcessGroupZipCCL::Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs,
+                                                               const ReduceOp& operation) {
+  Target target(output);
+  Tensors sources;
+  for (int r = 0; r < size_; r++) {
+    at::Tensor source = dense(inputs[r]);
+    const bool in_place = r == rank_ && source.const_data_ptr() == target.dense().const_data_ptr();
+    if (!in_place && overlap(source, target.dense())) source = source.clone();
+    sources.push_back(source);
+  }
+  const Reduce reduce = reduce_of(operation, size_);
+  const Call call{Collective::kReduceScatter, sequence_++, dtype_of(output), static_cast<uint8_t>(operation.op_)};
+  return [call, reduce, target, sources](const ExchangeContext& context) mutable {
+    std::vector<Part> parts;
+    for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
+    zipccl::reduce_scatter(context, call, parts, reduce, target.dense().data_ptr());
+    target.copy_back();
+  };
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_wrapped(Tensors outputs, std::vector<Tensors> inputs,
+                                                                          const ReduceOp& operation,
+                                                                          std::chrono::milliseconds timeout) {
+  Tensors all_inputs;
+  for (const auto& list : inputs) {
+    TORCH_CHECK_VALUE(same_sizes(list), "zipccl reduce_scatter: ", operation.op_, " of ", list[0].scalar_type(),
+                      " needs inputs of one size");
+    all_inputs.insert(all_inputs.end(), list.begin(), list.end());
+  }
+  return submit("reduce_scatter", OpType::REDUCE_SCATTER, all_inputs, outputs, timeout,
+                [this, outputs, inputs, operation](std::chrono::milliseconds timeout) {
+                  for (size_t i = 0; i < outputs.size(); i++) {
+                    Tensors flat;
+                    for (const auto& input : inputs[i]) flat.push_back(input.reshape({-1}));
+                    at::Tensor summand = to_be_summed(at::cat(flat), operation);
+                    at::Tensor sum = at::empty({outputs[i].numel()}, summand.options());
+                    c10d::ReduceScatterOptions options;
+                    options.timeout = timeout;
+                    exchange_->_reduce_scatter_base(sum, summand, options)->wait(timeout);
+                    from_sum(outputs[i], sum, operation, size_);
+                  }
+                });
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                                  const c10d::ReduceScatterOptions& options) {
+  constexpr auto kName = "reduce_scatter";
+  TORCH_CHECK_VALUE(outputs.size() == 1 && inputs.size() == 1, "zipccl ", kName, ": expects one output and one list");
+  TORCH_CHECK_VALUE(inputs[0].size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
+                    " input tensors, one a rank, got ", inputs[0].size());
+  const ReduceOp& operation = options.reduceOp;
+  const at::Tensor& output = outputs[0];
+  check_device(kName, outputs);
+  check_device(kName, inputs[0]);
+  check_same_dtype(kName, inputs[0], output);
+  TORCH_CHECK_VALUE(inputs[0][rank_].numel() == output.numel(), "zipccl ", kName, ": the input for this rank has ",
+                    inputs[0][rank_].numel(), " elements, its output ", output.numel());
+  const bool exchangeable = reduces_in_fp32(operation) && dtype_of(output) != DType::kBytes;
+  const bool lacks = gloo_lacks(operation, output.scalar_type());
+  if (exchangeable && (lacks || exchanges(output, largest(inputs[0])))) {
+    return submit_exchange(Collective::kReduceScatter, OpType::REDUCE_SCATTER, inputs[0], outputs, options.timeout,
+                           {reduce_scatter_job(output, inputs[0], operation)});
+  }
+  count_native(kName);
+  if (lacks) return reduce_scatter_wrapped(outputs, inputs, operation, options.timeout);
+  return coalesced(plain_->reduce_scatter(outputs, inputs, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                        const c10d::ReduceScatterOptions& options) {
+  Tensors outputs{output}, inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  constexpr auto kName = "reduce_scatter";
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
+                    outputs.size(), " and ", inputs.size());
+  const ReduceOp& operation = options.reduceOp;
+  bool exchangeable = reduces_in_fp32(operation);
+  bool wanted = false;
+  bool lacks = false;
+  std::vector<Tensors> parts;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    check_device(kName, {outputs[i], inputs[i]});
+    check_same_dtype(kName, {outputs[i]}, inputs[i]);
+    check_contiguous(kName, outputs[i]);
+    TORCH_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_, "zipccl ", kName, ": input ", i, " has ",
+                      inputs[i].numel(), " elements, but ", size_, " outputs of ", outputs[i].numel(),
+                      " come out of it");
+    exchangeable = exchangeable && dtype_of(outputs[i]) != DType::kBytes;
+    wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
+    lacks = lacks || gloo_lacks(operation, outputs[i].scalar_type());
+    parts.push_back(chunks(dense(inputs[i]), size_));
+  }
+  const bool one = outputs.size() == 1;
+  if (exchangeable && (lacks || wanted)) {
+    std::vector<Job> jobs;
+    for (size_t i = 0; i < outputs.size(); i++) jobs.push_back(reduce_scatter_job(outputs[i], parts[i], operation));
+    return submit_exchange(Collective::kReduceScatter, one ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED, inputs,
+                           outputs, options.timeout, std::move(jobs));
+  }
+  count_native(kName);
+  if (lacks) return reduce_scatter_wrapped(outputs, parts, operation, options.timeout);
+  return coalesced(one ? plain_->_reduce_scatter_base(outputs[0], inputs[0], options)
+                       : plain_->reduce_scatter_tensor_coalesced(outputs, inputs, options));
+}
+
+// ---- All-to-all
+
+// No rank knows the sizes between two others, so that a choice by size would not be the same everywhere: every
+// all-to-all of a dtype that can be coded goes over our exchange, where each pair decides for itself.
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& outputs, const Tensors& inputs,
+                                                              Tensors result_outputs, Tensors result_inputs,
+                                                              OpType type, std::chrono::milliseconds timeout) {
+  auto targets = targets_of(outputs);
+  Tensors sources;
+  for (const auto& input : inputs) {
+    at::Tensor source = dense(input);
+    for (const auto& target : targets) {
+      if (overlap(source, target.dense())) source = source.clone();
+    }
+    sources.push_back(source);
+  }
+  const Call call{Collective::kAllToAll, sequence_++, dtype_of(inputs[0])};
+  Job job = [call, targets, sources](const ExchangeContext& context) mutable {
+    std::vector<Part> parts;
+    std::vector<void*> memory;
+    std::vector<uint64_t> elements;
+    for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
+    for (const auto& target : targets) {
+      memory.push_back(target.dense().data_ptr());
+      elements.push_back(message_elements(target.dense()));
+    }
+    zipccl::all_to_all(context, call, parts, memory, elements);
+    for (auto& target : targets) target.copy_back();
+  };
+  return submit_exchange(Collective::kAllToAll, type, std::move(result_inputs), std::move(result_outputs), timeout,
+                         {std::move(job)});
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                                 std::vector<int64_t>& output_splits,
+                                                                 std::vector<int64_t>& input_splits,
+                                                                 const c10d::AllToAllOptions& options) {
+  constexpr auto kName = "all_to_all";
+  check_device(kName, {output, input});
+  check_same_dtype(kName, {output}, input);
+  check_contiguous(kName, output);
+  const auto split = [&](const char* side, const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+    TORCH_CHECK_VALUE(tensor.dim() > 0, "zipccl ", kName, ": the ", side, " tensor has no dimension to split");
+    const int64_t rows = tensor.size(0);
+    std::vector<int64_t> rows_of = sizes;
+    if (sizes.empty()) {
+      TORCH_CHECK_VALUE(rows % size_ == 0, "zipccl ", kName, ": the ", side, " tensor's dimension 0 of ", rows,
+                        " does not divide equally among ", size_, " ranks; give split sizes");
+      rows_of.assign(size_, rows / size_);
+    }
+    TORCH_CHECK_VALUE(rows_of.size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_, " ", side,
+                      " split sizes, got ", rows_of.size());
+    TORCH_CHECK_VALUE(std::all_of(rows_of.begin(), rows_of.end(), [](int64_t n) { return n >= 0; }), "zipccl ", kName,
+                      ": the ", side, " split sizes ", rows_of, " must not be negative");
+    const int64_t sum = std::accumulate(rows_of.begin(), rows_of.end(), int64_t{0});
+    TORCH_CHECK_VALUE(sum == rows, "zipccl ", kName, ": the ", side, " split sizes ", rows_of, " sum to ", sum,
+                      ", but the tensor's dimension 0 is ", rows);
+    return tensor.split_with_sizes(rows_of);
+  };
+  const Tensors outputs = split("output", output, output_splits);
+  const Tensors inputs = split("input", dense(input), input_splits);
+  const bool codable = dtype_of(input) != DType::kBytes && options_->mode != RouteMode::kNative;
+  if (!codable && gloo_knows(input.scalar_type())) {
+    count_native(kName);
+    // Gloo empties the vectors that it is given.
+    auto output_copy = output_splits, input_copy = input_splits;
+    return coalesced(plain_->alltoall_base(output, input, output_copy, input_copy, options));
+  }
+  return all_to_all(outputs, inputs, {output}, {input}, OpType::ALLTOALL_BASE, options.timeout);
+}
+
+// Always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the others.
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Tensors& inputs,
+                                                            const c10d::AllToAllOptions& options) {
+  constexpr auto kName = "all_to_all";
+  for (const Tensors* list : {&outputs, &inputs}) {
+    TORCH_CHECK_VALUE(list->size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
+                      " tensors in each list, one a rank, got ", list->size());
+    check_device(kName, *list);
+    check_same_dtype(kName, *list, inputs[0]);
+  }
+  return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, options.timeout);
+}
+
+// ---- Handed on
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  check_device("broadcast", tensors);
+  count_native("broadcast");
+  auto known = as_gloo_knows("broadcast", tensors);
+  return coalesced(plain_->broadcast(known, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  check_device("all_reduce", tensors);
+  count_native("all_reduce");
+  const ReduceOp operation = options.reduceOp;
+  if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
+    return coalesced(plain_->allreduce(tensors, options));
+  }
+  return submit("all_reduce", OpType::ALLREDUCE, tensors, tensors, options.timeout,
+                [this, tensors, operation](std::chrono::milliseconds timeout) {
+                  for (const auto& tensor : tensors) {
+                    Tensors sum{to_be_summed(tensor, operation)};
+                    c10d::AllreduceOptions options;
+                    options.timeout = timeout;
+                    exchange_->allreduce(sum, options)->wait(timeout);
+                    from_sum(tensor, sum[0], operation, size_);
+                  }
+                });
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_sparse(Tensors& tensors,
+                                                                    const c10d::AllreduceOptions& options) {
+  count_native("all_reduce");
+  return coalesced(plain_->allreduce_sparse(tensors, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& tensors,
+                                                                       const c10d::AllreduceCoalescedOptions& options) {
+  const bool lacks = std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return gloo_lacks(options.reduceOp, tensor.scalar_type());
+  });
+  if (lacks) return allreduce(tensors, options);
+  check_device("all_reduce", tensors);
+  count_native("all_reduce");
+  return coalesced(plain_->allreduce_coalesced(tensors, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  check_device("reduce", tensors);
+  count_native("reduce");
+  const ReduceOp operation = options.reduceOp;
+  if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
+    return coalesced(plain_->reduce(tensors, options));
+  }
+  const int64_t root = options.rootRank;
+  return submit("reduce", OpType::REDUCE, tensors, tensors, options.timeout,
+                [this, tensors, operation, root](std::chrono::milliseconds timeout) {
+                  for (const auto& tensor : tensors) {
+                    Tensors sum{to_be_summed(tensor, operation)};
+                    c10d::ReduceOptions options;
+                    options.rootRank = root;
+                    options.timeout = timeout;
+                    exchange_->reduce(sum, options)->wait(timeout);
+                    if (rank_ == root) from_sum(tensor, sum[0], operation, size_);
+                  }
+                });
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                          const c10d::GatherOptions& options) {
+  check_device("gather", inputs);
+  count_native("gather");
+  auto known_outputs = as_gloo_knows("gather", outputs);
+  auto known_inputs = as_gloo_knows("gather", inputs);
+  return coalesced(plain_->gather(known_outputs, known_inputs, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                           const c10d::ScatterOptions& options) {
+  check_device("scatter", outputs);
+  count_native("scatter");
+  auto known_outputs = as_gloo_knows("scatter", outputs);
+  auto known_inputs = as_gloo_knows("scatter", inputs);
+  return coalesced(plain_->scatter(known_outputs, known_inputs, options));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::send(Tensors& tensors, int peer, int tag) {
+  check_device("send", tensors);
+  count_native("send");
+  return coalesced(plain_->send(tensors, peer, tag));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recv(Tensors& tensors, int peer, int tag) {
+  check_device("recv", tensors);
+  count_native("recv");
+  return coalesced(plain_->recv(tensors, peer, tag));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recvAnysource(Tensors& tensors, int tag) {
+  check_device("recv", tensors);
+  count_native("recv");
+  return coalesced(plain_->recvAnysource(tensors, tag));
+}
+
+// As Gloo's own: done when all ranks are here and this rank's earlier calls are done.
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::barrier(const c10d::BarrierOptions& options) {
+  count_native("barrier");
+  auto arrival = plain_->barrier(options);
+  return submit("barrier", OpType::BARRIER, {}, {}, options.timeout,
+                [arrival](std::chrono::milliseconds timeout) { arrival->wait(timeout); });
+}
+
+void ProcessGroupZipCCL::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  count_native("barrier");
+  worker_->drain();
+  plain_->monitoredBarrier(options, wait_all_ranks);
+}
+
+// ---- Groups
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::split(const Ptr<c10d::Store>& store,
+                                                            const std::vector<int>& ranks,
+                                                            const Ptr<c10d::Backend::Options>& options) {
+  worker_->drain();
+  TORCH_CHECK(exchange_, "zipccl split: an earlier call of this group failed, so it has no connections to split");
+  // c10d may split once per device type with one store: number the rendezvous, or they meet.
+  const std::string number = std::to_string(splits_++);
+  const auto store_for = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name + number, store); };
+  auto plain = plain_->split(store_for("plain"), ranks, nullptr);
+  auto exchange = exchange_->split(store_for("exchange"), ranks, nullptr);
+  if (!plain || !exchange) return nullptr;
+  auto child_options = c10::make_intrusive<ZipCCLOptions>(*options_);
+  if (options) {
+    if (const auto* own = dynamic_cast<const ZipCCLOptions*>(options.get())) {
+      child_options = c10::make_intrusive<ZipCCLOptions>(*own);
+    }
+    child_options->timeout = options->timeout;
+    child_options->group_name = options->group_name;
+    child_options->group_desc = options->group_desc;
+    child_options->global_ranks_in_group = options->global_ranks_in_group;
+  }
+  auto child = c10::make_intrusive<ProcessGroupZipCCL>(plain, exchange, child_options);
+  child->setTimeout(child_options->timeout);
+  return child;
+}
+
+void ProcessGroupZipCCL::startCoalescing() {
+  TORCH_CHECK(!coalescing_, "zipccl: coalescing has already started");
+  coalescing_ = true;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::endCoalescing() {
+  TORCH_CHECK(coalescing_, "zipccl: coalescing has not started");
+  coalescing_ = false;
+  auto works = std::move(coalesced_);
+  coalesced_.clear();
+  return submit("coalesced", OpType::COALESCED, {}, {}, c10d::kUnsetTimeout,
+                [works](std::chrono::milliseconds timeout) {
+                  for (const auto& work : works) work->wait(timeout);
+                });
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::coalesced(WorkPtr work) {
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+void ProcessGroupZipCCL::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  plain_->setTimeout(timeout);
+}
+
+void ProcessGroupZipCCL::setGroupUid(const std::string& uid) {
+  c10d::Backend::setGroupUid(uid);
+  plain_->setGroupUid(uid);
+}
+
+void ProcessGroupZipCCL::abort() {
+  worker_->refuse("the group was aborted");
+  plain_->abort();
+}
+
+void ProcessGroupZipCCL::shutdown() {
+  worker_->refuse("the group was destroyed");
+  worker_->drain();
+  plain_->shutdown();
+}
+
+// ---- Running
+
+void ProcessGroupZipCCL::check_device(const char* collective, const Tensors& tensors) const {
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl ", collective, ": this build serves CPU tensors only, got one on ",
+                      tensor.device(), "; initialise with \"cpu:zipccl,cuda:nccl\" to have NCCL serve CUDA tensors");
+  }
+}
+
+std::chrono::milliseconds ProcessGroupZipCCL::timeout_of(std::chrono::milliseconds asked) const {
+  return asked == c10d::kUnsetTimeout ? options_->timeout : asked;
+}
+
+void ProcessGroupZipCCL::count_native(const char* collective) {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  auto& stats = stats_[collective];
+  stats.calls++;
+  stats.native++;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit(const char* collective, OpType type, Tensors inputs,
+                                                          Tensors outputs, std::chrono::milliseconds timeout,
+                                                          std::function<void(std::chrono::milliseconds)> function) {
+  timeout = timeout_of(timeout);
+  auto work = c10::make_intrusive<WorkZipCCL>(rank_, type, std::string("zipccl:") + collective, inputs,
+                                              std::move(outputs), sequence_, timeout);
+  worker_->submit(work, [function = std::move(function), timeout] { function(timeout); });
+  return coalesced(work);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective collective, OpType type, Tensors inputs,
+                                                                   Tensors outputs, std::chrono::milliseconds timeout,
+                                                                   std::vector<Job> jobs) {
+  const uint64_t sequence = sequence_ - 1;
+  auto run = [this, collective, sequence, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
+    Counters counters;
+    const ExchangeContext context{cpu_device(),       *transport_,
+                                  workspace_,         options_->exchange,
+                                  std::chrono::steady_clock::now() + timeout, counters};
+    // One group of mismatched or corrupted messages must not keep peers from the rest of a coalesced call.
+    std::string error;
+    const auto report = [&](const std::string& what) {
+      error += (error.empty() ? "" : "; ") + what;
+    };
+    std::string broken;
+    for (const auto& job : jobs) {
+      try {
+        job(context);
+      } catch (const MismatchError& mismatch) {
+        report(mismatch.what());
+      } catch (const FormatError& corrupted) {
+        report(corrupted.what());
+      } catch (const TransportError& failure) {
+        broken = failure.what();
+        report(broken);
+        break;
+      }
+    }
+    {
+      std::lock_guard<std::mutex> lock(stats_mutex_);
+      auto& stats = stats_[name(collective)];
+      stats.calls++;
+      (counters.coded_messages != 0 ? stats.zipped : stats.raw)++;
+      stats.counters += counters;
+    }
+    if (!broken.empty()) {
+      // What is on the wire is lost, so later calls cannot know what they receive. Closing the connections tells the
+      // peers, who would else wait for their timeout.
+      worker_->refuse("an earlier call of the group failed: " + broken);
+      transport_.reset();
+      exchange_.reset();
+    }
+    TORCH_CHECK_WITH(DistBackendError, error.empty(), "zipccl ", name(collective), " (call ", sequence, " of group '",
+                     getGroupUid(), "', rank ", rank_, "): ", error);
+  };
+  return submit(name(collective), type, std::move(inputs), std::move(outputs), timeout, std::move(run));
+}
+
+std::map<std::string, CollectiveStats> ProcessGroupZipCCL::stats() {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  return stats_;
+}
+
+void ProcessGroupZipCCL::reset_stats() {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  stats_.clear();
+}
+
+}  // namespace zipccl

@@ -1,0 +1,138 @@
+// The c10d face: a Backend that sends all-gathers, all-to-alls and reduce-scatters of floating-point tensors in
+// compressed form and hands everything else to the backend that it wraps.
+//
+// Threads: as for any c10d backend, one thread at a time issues the calls of a group, in the same order on all ranks.
+// Two backends are wrapped: `plain` serves what is handed on, on the caller's thread; `exchange` belongs to the
+// worker thread. Calls therefore never race for one backend's order.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+
+#include "collectives/collectives.h"
+#include "process_group/options.h"
+#include "process_group/worker.h"
+
+namespace zipccl {
+
+struct CollectiveStats {
+  uint64_t calls = 0;
+  uint64_t zipped = 0;  // calls that sent at least one coded message
+  uint64_t raw = 0;     // calls over our exchange that sent none
+  uint64_t native = 0;  // calls handed to the wrapped backend
+  Counters counters;    // of zipped and raw calls
+};
+
+class ProcessGroupZipCCL final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  template <typename T>
+  using Ptr = c10::intrusive_ptr<T>;
+  using WorkPtr = Ptr<c10d::Work>;
+
+  // `plain` and `exchange`: two backends for CPU tensors with the same ranks, used by nobody else.
+  ProcessGroupZipCCL(Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange, Ptr<ZipCCLOptions> options);
+  ~ProcessGroupZipCCL() override;
+
+  const std::string getBackendName() const override { return "zipccl"; }
+  Ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  Ptr<ZipCCLOptions> options() const { return options_; }
+  const Ptr<c10d::Backend>& plain() const { return plain_; }
+  const Ptr<c10d::Backend>& exchange_backend() const { return exchange_; }
+
+  std::map<std::string, CollectiveStats> stats();
+  void reset_stats();
+
+  bool supportsSplitting() const override { return plain_->supportsSplitting(); }
+  Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                           const Ptr<c10d::Backend::Options>& options) override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void setGroupUid(const std::string& uid) override;
+  void waitForPendingWorks() override { worker_->drain(); }
+  void enableCollectivesTiming() override {}
+  c10d::ErrorType getError() override { return plain_->getError(); }
+  void abort() override;
+  void shutdown() override;
+
+  // Zipped.
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+
+  // Handed on; where the wrapped backend lacks a dtype or an operation, made of what it has.
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+ private:
+  // One collective, ready to run on the worker: part of a call, or all of it.
+  using Job = std::function<void(const ExchangeContext&)>;
+
+  // Whether a call with these tensors goes over our exchange. A pure function of what all ranks of the call agree on.
+  bool exchanges(const at::Tensor& tensor, uint64_t part_bytes) const;
+  Job all_gather_job(const Tensors& outputs, const at::Tensor& input);
+  Job reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
+  WorkPtr reduce_scatter_wrapped(Tensors outputs, std::vector<Tensors> inputs, const c10d::ReduceOp& operation,
+                                 std::chrono::milliseconds timeout);
+  WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,
+                     c10d::OpType type, std::chrono::milliseconds timeout);
+
+  void check_device(const char* collective, const Tensors& tensors) const;
+  std::chrono::milliseconds timeout_of(std::chrono::milliseconds asked) const;
+
+  // Runs `jobs` on the worker as one call that is counted as `collective`.
+  WorkPtr submit_exchange(Collective collective, c10d::OpType type, Tensors inputs, Tensors outputs,
+                          std::chrono::milliseconds timeout, std::vector<Job> jobs);
+  // Runs anything on the worker; `function` may use exchange_.
+  WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
+                 std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function);
+  // Counts a call that is handed on.
+  void count_native(const char* collective);
+  WorkPtr coalesced(WorkPtr work);
+
+  const Ptr<c10d::Backend> plain_;
+  Ptr<c10d::Backend> exchange_;
+  const Ptr<ZipCCLOptions> options_;
+  std::unique_ptr<Transport> transport_;
+  Workspace workspace_;
+  std::atomic<uint64_t> sequence_{0};
+  uint64_t splits_ = 0;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+
+  std::mutex stats_mutex_;
+  std::map<std::string, CollectiveStats> stats_;
+
+  // Last, so that it goes first: its jobs use all of the above.
+  std::unique_ptr<Worker> worker_;
+};
+
+}  // namespace zipccl

@@ -1,0 +1,28 @@
+// What a user can choose for a group; zipccl/options.py documents each for users.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "collectives/exchange.h"
+
+namespace zipccl {
+
+enum class RouteMode { kAuto, kZip, kRaw, kNative };
+
+// c10d looks `Options` up inside Backend subclasses, hence the name.
+struct ZipCCLOptions final : c10d::Backend::Options {
+  explicit ZipCCLOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+      : c10d::Backend::Options("zipccl", timeout) {}
+  ZipCCLOptions(const ZipCCLOptions&) = default;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<ZipCCLOptions>(*this);
+  }
+#endif
+
+  RouteMode mode = RouteMode::kAuto;
+  ExchangeOptions exchange;
+  bool window_from_sigma = false;
+};
+
+}  // namespace zipccl

@@ -1,0 +1,46 @@
+// A thread that runs a group's calls one after the other, in the order in which they were submitted.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "process_group/work.h"
+
+namespace zipccl {
+
+class Worker {
+ public:
+  Worker();
+  // Finishes what was submitted. The GIL must not be held: a job's last reference to a tensor may need it.
+  ~Worker();
+
+  void submit(c10::intrusive_ptr<WorkZipCCL> work, std::function<void()> job);
+  // Returns when nothing is queued or running.
+  void drain();
+  // Jobs that have not started fail with this text, now and from now on.
+  void refuse(const std::string& why);
+
+ private:
+  struct Item {
+    c10::intrusive_ptr<WorkZipCCL> work;
+    std::function<void()> job;
+    at::ThreadLocalState state;
+  };
+  void loop();
+  void run(Item item);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> queue_;
+  bool busy_ = false;
+  bool stopping_ = false;
+  std::string refusal_;
+  std::thread thread_;
+};
+
+}  // namespace zipccl

@@ -1,0 +1,114 @@
+"""Options of a zipccl process group, from arguments or ZIPCCL_* environment variables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from zipccl import _C
+
+_MODES = {"auto": _C.Mode.AUTO, "zip": _C.Mode.ZIP, "raw": _C.Mode.RAW, "native": _C.Mode.NATIVE}
+_WINDOWS = ("sample", "sigma")
+_BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+
+
+def _reject(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"zipccl.Options: {name}={value!r} is not allowed: expected {allowed}")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise _reject(name, value, "one of " + ", ".join(repr(choice) for choice in allowed))
+    return value
+
+
+def _bytes(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise _reject(name, value, f"a whole number of bytes, {least} or more")
+    return value
+
+
+def _fraction(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or math.isnan(value):
+        raise _reject(name, value, "a number from 0 to 1")
+    return float(value)
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _reject(name, value, "True or False")
+    return value
+
+
+def _parse_boolean(text: str) -> bool:
+    return _BOOLEANS[text.lower()]
+
+
+_DEFAULTS: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    # name: the default, and how an environment variable's text becomes a value
+    "mode": ("auto", str),
+    "min_bytes": (64 << 10, int),
+    "segment_bytes": (4 << 20, int),
+    "inline_fraction": (1 / 24, float),
+    "window": ("sample", str),
+    "checksum": (False, _parse_boolean),
+}
+
+
+class Options(_C.Options):
+    """What a user can choose for a group. All ranks of a group must choose the same.
+
+    An option that is not given is taken from its environment variable (``ZIPCCL_MODE``, ``ZIPCCL_MIN_BYTES``, ...),
+    and else has its default. Unknown names, wrong types and values out of range raise :class:`ValueError`.
+
+    Args:
+        mode: ``"auto"`` lets zipccl decide per call (for now: compress whatever is at least ``min_bytes``), ``"zip"``
+            compresses every eligible message, ``"raw"`` uses the same exchange without coding, ``"native"`` hands
+            everything that the wrapped backend can do to it.
+        min_bytes: Messages (what one rank sends to one other) smaller than this are not compressed.
+        segment_bytes: Raw bytes that a rank sends in one step of its pipeline, to all peers together; bounds the work
+            memory of a call.
+        inline_fraction: Room for escaped exponents in the part of a message whose size is known beforehand, in bytes
+            per element. Escapes beyond it cost a second message.
+        window: ``"sample"`` picks code windows from samples of the data, ``"sigma"`` from the standard deviations that
+            :func:`zipccl.attach` reads, where there are any.
+        checksum: Every message carries a checksum and is verified by its receivers.
+    """
+
+    mode: str
+    window: str
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        unknown = sorted(set(options) - set(_DEFAULTS))
+        if unknown:
+            raise ValueError(
+                f"zipccl.Options: unknown option {', '.join(map(repr, unknown))}; the options are "
+                + ", ".join(_DEFAULTS)
+            )
+        values = {name: options.get(name, _from_environment(name)) for name in _DEFAULTS}
+        self.mode = _choice("mode", values["mode"], tuple(_MODES))
+        self._mode = _MODES[self.mode]
+        self.min_bytes = _bytes("min_bytes", values["min_bytes"], 0)
+        self.segment_bytes = _bytes("segment_bytes", values["segment_bytes"], 1)
+        self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
+        self.window = _choice("window", values["window"], _WINDOWS)
+        self._window_from_sigma = self.window == "sigma"
+        self.checksum = _boolean("checksum", values["checksum"])
+
+    def __repr__(self) -> str:
+        return "zipccl.Options(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _DEFAULTS) + ")"
+
+
+def _from_environment(name: str) -> Any:
+    default, parse = _DEFAULTS[name]
+    text = os.environ.get(f"ZIPCCL_{name.upper()}")
+    if text is None:
+        return default
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        kind = "true or false" if parse is _parse_boolean else f"a value like {default!r}"
+        raise ValueError(f"ZIPCCL_{name.upper()}={text!r} is not allowed: expected {kind}") from None
