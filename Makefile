@@ -33,20 +33,20 @@ demo: build  ## train a small transformer over gloo and over zipccl, and compare
 	$(SAY) 'Demo: FSDP2 on two processes, over gloo and over zipccl'
 	@$(ENV)/bin/python examples/demo.py
 
-test: lint build  ## lint, and all tests on both PyTorch versions
+test: lint build  ## lint, all tests, and the core ones also on the older PyTorch
 	$(SAY) 'Tests on $(TORCH)'
 	$(ENV)/bin/python -m pytest $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-old
 
-test-fast: build  ## the tests that are not marked slow, on one PyTorch version
-	$(SAY) 'Tests on $(TORCH), without the slow ones'
-	$(ENV)/bin/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+test-fast: build  ## the tests that are marked core
+	$(SAY) 'Core tests on $(TORCH)'
+	$(ENV)/bin/python -m pytest -m core $(PYTEST_ARGS)
 
-test-old: $(OLD_ENV)/.installed  ## the tests that are not marked slow, on the older PyTorch
-	$(SAY) 'Tests on $(OLD_TORCH), without the slow ones, against the installed package'
+test-old: $(OLD_ENV)/.installed  ## the tests that are marked core, on the older PyTorch
+	$(SAY) 'Core tests on $(OLD_TORCH), against the installed package'
 	@rm -rf $(OLD_TREE) && mkdir -p $(OLD_TREE)
 	@cp -r $(wildcard tests examples benchmarks docs csrc setup.py pyproject.toml README.md LICENSE) $(OLD_TREE)
-	cd $(OLD_TREE) && $(CURDIR)/$(OLD_ENV)/bin/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	cd $(OLD_TREE) && $(CURDIR)/$(OLD_ENV)/bin/python -m pytest -m core $(PYTEST_ARGS)
 
 lint: $(ENV)/.tools  ## check style and types, change nothing
 	$(SAY) 'Lint'

@@ -53,7 +53,7 @@ def emulation_flags() -> list[str]:
     except ImportError:
         return []
     header = HERE / "emulated_avx512.h"
-    return [f'-DZIPCCL_AVX512_HEADER="{header}"', "-I", simde_py.get_include(), "-mavx2", "-Wno-psabi"]
+    return [f'-DZIPCCL_AVX512_HEADER="{header}"', "-I", simde_py.get_include(), "-mavx2", "-fwrapv", "-Wno-psabi"]
 
 
 def cache_folder() -> Path:
@@ -63,28 +63,27 @@ def cache_folder() -> Path:
 
 
 def build(name: str, extra_sources: Sequence[Path], flags: Sequence[str], link_flags: Sequence[str]) -> Path:
-    """Compiles the codec and `extra_sources`, in parallel, and links them; does nothing if that has been done."""
+    """Compiles the codec and `extra_sources`, in parallel, and links them. What was compiled before is kept."""
     emulate = [] if processor_has_avx512() else emulation_flags()
-    inputs = [*SOURCES, *extra_sources]
-    commands = []
-    for source in inputs:
+    headers = [file.read_bytes() for file in [*sorted(CODEC.rglob("*.h")), *sorted(HERE.glob("*.h"))]]
+    folder = cache_folder()
+    objects, running = [], []
+    for source in [*SOURCES, *extra_sources]:
         special = emulate if source.name == "avx512.cpp" else [flag for flag in emulate if flag.startswith("-D")]
-        commands.append(["g++", "-std=c++17", "-I", str(CODEC), *flags, *special, "-c", str(source)])
-    digest = hashlib.sha256(repr([commands, link_flags]).encode())
-    for file in [*sorted(CODEC.rglob("*.h")), *sorted(HERE.glob("*.h")), *inputs]:
-        digest.update(file.read_bytes())
-    output = cache_folder() / f"{name}-{digest.hexdigest()[:16]}"
-    if output.exists():
-        return output
-    with tempfile.TemporaryDirectory() as work:
-        objects = [f"{work}/{i}.o" for i in range(len(inputs))]
-        running = [subprocess.Popen([*command, "-o", target]) for command, target in zip(commands, objects)]
-        if any([process.wait() for process in running]):
-            raise RuntimeError("the codec does not compile")
-        subprocess.run(["g++", *objects, *link_flags, "-o", f"{work}/out"], check=True)
+        command = ["g++", "-std=c++17", "-I", str(CODEC), *flags, *special, "-c", str(source)]
+        digest = hashlib.sha256(b"".join([repr(command).encode(), source.read_bytes(), *headers])).hexdigest()
+        objects.append(folder / f"{source.stem}-{digest[:16]}.o")
+        if not objects[-1].exists():
+            partial = objects[-1].with_suffix(f".{os.getpid()}")
+            running.append((subprocess.Popen([*command, "-o", str(partial)]), partial, objects[-1]))
+    for process, partial, target in running:
+        if process.wait() != 0:
+            raise RuntimeError(f"{target.name} does not compile")
+        os.replace(partial, target)
+    output = folder / f"{name}-{hashlib.sha256(repr([objects, link_flags]).encode()).hexdigest()[:16]}"
+    if not output.exists():
         partial = output.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(Path(f"{work}/out").read_bytes())
-        partial.chmod(0o700)
+        subprocess.run(["g++", *map(str, objects), *link_flags, "-o", str(partial)], check=True)
         os.replace(partial, output)
     return output
 

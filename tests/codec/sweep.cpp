@@ -67,7 +67,9 @@ extern "C" int sweep(const char* name, int streaming) {
         std::copy_n(patterns.begin() + start, elements, values);
         if (start % 3 == 0) {  // mostly coded, as in practice
           for (uint32_t i = 0; i < elements; i++) {
-            if (random() % 32 != 0) values[i] = static_cast<uint16_t>((values[i] & 0x807f) | (top - values[i] % 7 & 0xff) << 7);
+            if (random() % 32 == 0) continue;
+            const int exponent = (top - values[i] % 7) & 0xff;
+            values[i] = static_cast<uint16_t>((values[i] & 0x807f) | exponent << 7);
           }
         }
         encode_by_definition(values, elements, window, wanted);

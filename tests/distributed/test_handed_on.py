@@ -1,0 +1,292 @@
+"""Everything that is not compressed works as on the wrapped backend, and where Gloo lacks something, works all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from multirank import group, only_zipccl, ranks, seconds
+from oracle import BF16, FP32, NATIVE, assert_bits, assert_number, data, reduce_op, reduced, small_integers
+
+MODES = {"zip": dict(mode="zip", min_bytes=0), "auto": dict(mode="auto"), "native": dict(mode="native")}
+N = 20011
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float16, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
+def test_all_reduce(rank: int, world_size: int, op: str, dtype: torch.dtype, mode: str) -> None:
+    for n in (0, 1, 257, N):
+        for async_op in (False, True):
+            inputs = [small_integers(dtype, n, r) % 4 if op == "product" else small_integers(dtype, n, r) for r in range(world_size)]
+            x = inputs[rank].clone()
+            work = dist.all_reduce(x, op=reduce_op(op), group=group(**MODES[mode]), async_op=async_op)
+            if async_op:
+                work.wait()
+            want = torch.stack(inputs).prod(0).to(dtype) if op == "product" else reduced(inputs, op) if dtype != torch.int64 else None
+            if want is None:
+                stack = torch.stack(inputs)
+                want = {"sum": stack.sum(0), "min": stack.amin(0), "max": stack.amax(0)}[op]
+            assert torch.equal(x, want), (op, dtype, n)
+
+
+# Gloo has no PREMUL_SUM, and rounds bf16 sums at every step or refuses them
+@pytest.mark.core
+@only_zipccl
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+def test_all_reduce_avg_and_premul_sum(rank: int, world_size: int, op: str, mode: str) -> None:
+    for kind in ("bf16_gauss", "fp32_full", "fp32_low_zero"):
+        for n in (1, 257, N):
+            inputs = [data(kind, n, r) for r in range(world_size)]
+            x = inputs[rank].clone()
+            dist.all_reduce(x, op=reduce_op(op, rank), group=group(**MODES[mode]))
+            assert_close_to_exact(x, inputs, op)
+
+
+@only_zipccl
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_all_reduce_sums_bf16(rank: int, world_size: int, mode: str) -> None:
+    for n in (1, 257, N):
+        inputs = [data("bf16_gauss", n, r) for r in range(world_size)]
+        x = inputs[rank].clone()
+        dist.all_reduce(x, group=group(**MODES[mode]))
+        assert_close_to_exact(x, inputs, "sum")
+        same = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(same, x, group=group(**MODES[mode]))
+        for t in same:
+            assert_bits(t, x, "the ranks hold different sums")
+
+
+def assert_close_to_exact(got: torch.Tensor, inputs: list[torch.Tensor], op: str) -> None:
+    """Within what the roundings of one sum in this dtype, in whatever order, may cost."""
+    want = reduced([t.double().float() for t in inputs], op)
+    scale = torch.stack([t.float().abs() for t in inputs]).sum(0)
+    eps = torch.finfo(inputs[0].dtype).eps
+    assert got.dtype == inputs[0].dtype
+    assert bool(((got.float() - want).abs() <= scale * eps * len(inputs)).all()), op
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_reduce(rank: int, world_size: int, mode: str) -> None:
+    for dtype in (BF16, FP32, torch.int32):
+        for dst in range(world_size):
+            x = small_integers(dtype, N, rank)
+            dist.reduce(x, dst=dst, group=group(**MODES[mode]))
+            if rank == dst:
+                assert torch.equal(x, sum(small_integers(dtype, N, r) for r in range(world_size))), (dtype, dst)
+
+
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+def test_reduce_avg_and_premul_sum(rank: int, world_size: int, op: str) -> None:
+    for kind in ("bf16_gauss", "fp32_full"):
+        for mode in MODES:
+            inputs = [data(kind, N, r) for r in range(world_size)]
+            x = inputs[rank].clone()
+            dist.reduce(x, dst=world_size - 1, op=reduce_op(op, rank), group=group(**MODES[mode]))
+            if rank == world_size - 1:
+                assert_close_to_exact(x, inputs, op)
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_broadcast(rank: int, world_size: int, mode: str) -> None:
+    for kind in ("bf16_bits", "fp32_bits", torch.int64, torch.bool, torch.float16):
+        for n in (0, 1, N):
+            for src in range(world_size):
+                x = data(kind, n, rank)
+                work = dist.broadcast(x, src=src, group=group(**MODES[mode]), async_op=True)
+                work.wait()
+                assert_bits(x, data(kind, n, src), (kind, n, src))
+
+
+@ranks(2, 3)
+def test_broadcast_of_a_strided_view(rank: int, world_size: int) -> None:
+    """pytorch 192920, 74809: a column view: right, or a clear error."""
+    x = torch.zeros(500, 2, dtype=BF16)
+    column = x[:, 0]
+    column.copy_(data("bf16_gauss", 500, rank))
+    try:
+        dist.broadcast(column, src=1, group=group(**MODES["zip"]))
+    except (ValueError, RuntimeError) as e:
+        assert "contiguous" in str(e)
+    else:
+        assert_bits(column, data("bf16_gauss", 500, 1))
+    assert x[:, 1].abs().sum() == 0
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_gather_and_scatter(rank: int, world_size: int, mode: str) -> None:
+    g = group(**MODES[mode])
+    for kind in ("bf16_bits", "fp32_full", torch.int64):
+        for root in range(world_size):
+            parts = [torch.empty_like(data(kind, N, 0)) for _ in range(world_size)] if rank == root else None
+            dist.gather(data(kind, N, rank), parts, dst=root, group=g)
+            for r, part in enumerate(parts or []):
+                assert_bits(part, data(kind, N, r), ("gather", kind, r))
+            out = torch.empty_like(data(kind, N, 0))
+            lists = [data(kind, N, root, case=j) for j in range(world_size)] if rank == root else None
+            dist.scatter(out, lists, src=root, group=g)
+            assert_bits(out, data(kind, N, root, case=rank), ("scatter", kind))
+
+
+@pytest.mark.core
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_send_and_receive(rank: int, world_size: int, mode: str) -> None:
+    g = group(**MODES[mode])
+    nxt, prv = (rank + 1) % world_size, (rank - 1) % world_size
+    for kind in ("bf16_bits", "fp32_full", torch.int64):
+        got = torch.empty_like(data(kind, N, 0))
+        work = dist.isend(data(kind, N, rank), dst=nxt, group=g, tag=5)
+        dist.recv(got, src=prv, group=g, tag=5)
+        work.wait()
+        assert_bits(got, data(kind, N, prv), kind)
+
+
+@ranks(2, 3, 4)
+def test_receive_from_anyone(rank: int, world_size: int) -> None:
+    g = group(**MODES["zip"])
+    if rank == 0:
+        seen = set()
+        for _ in range(world_size - 1):
+            got = torch.empty(N, dtype=BF16)
+            source = dist.recv(got, group=g)
+            assert_bits(got, data("bf16_gauss", N, source), source)
+            seen.add(source)
+        assert seen == set(range(1, world_size))
+    else:
+        dist.send(data("bf16_gauss", N, rank), dst=0, group=g)
+    dist.barrier(group=g)
+
+
+# torchcomms 2551, pytorch 135338
+@pytest.mark.core
+@ranks(2, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_ring_of_batched_sends_and_receives(rank: int, world_size: int, mode: str) -> None:
+    g = group(**MODES[mode])
+    n = 1 << 19  # 1 MiB
+    nxt, prv = (rank + 1) % world_size, (rank - 1) % world_size
+    got = torch.zeros(n, dtype=BF16)
+    back = torch.zeros(n, dtype=BF16)
+    ops = [
+        dist.P2POp(dist.isend, data("bf16_gauss", n, rank), nxt, g),
+        dist.P2POp(dist.irecv, got, prv, g),
+        dist.P2POp(dist.isend, data("bf16_gauss", n, rank, "back"), prv, g, tag=1),
+        dist.P2POp(dist.irecv, back, nxt, g, tag=1),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert_bits(got, data("bf16_gauss", n, prv))
+    assert_bits(back, data("bf16_gauss", n, nxt, "back"))
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4)
+def test_objects(rank: int, world_size: int) -> None:
+    for mode in MODES:
+        g = group(**MODES[mode])
+        mine = {"rank": rank, "text": "x" * (100 * rank), "list": [rank] * 3}
+        everyone = [{"rank": r, "text": "x" * (100 * r), "list": [r] * 3} for r in range(world_size)]
+        got = [None] * world_size
+        dist.all_gather_object(got, mine, group=g)
+        assert got == everyone
+        box = [mine if rank == 0 else None, 5 if rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=g)
+        assert box == [everyone[0], 5]
+        collected = [None] * world_size if rank == 0 else None
+        dist.gather_object(mine, collected, dst=0, group=g)
+        assert rank or collected == everyone
+        out = [None]
+        dist.scatter_object_list(out, everyone if rank == 0 else None, src=0, group=g)
+        assert out == [mine]
+
+
+@pytest.mark.core
+@ranks(1, 2, 4)
+def test_barriers(rank: int, world_size: int) -> None:
+    for mode in MODES:
+        dist.barrier(group=group(**MODES[mode]))
+        dist.barrier(group=group(**MODES[mode]), async_op=True).wait()
+
+
+@ranks(2, 4)
+def test_monitored_barrier(rank: int, world_size: int) -> None:
+    """PyTorch refuses it by the backend's name before 2.14; then the refusal must be in words."""
+    try:
+        dist.monitored_barrier(timeout=seconds(10))
+    except (ValueError, RuntimeError, NotImplementedError) as e:
+        assert "monitored_barrier" in str(e) or "monitoredBarrier" in str(e)
+    dist.barrier()
+
+
+@ranks(2, 3)
+def test_coalesced_all_reduce(rank: int, world_size: int) -> None:
+    g = group(**MODES["zip"])
+    tensors = [small_integers(FP32, n, rank) for n in (9000, 7, 100)]
+    dist.all_reduce_coalesced(tensors, group=g)
+    for t, n in zip(tensors, (9000, 7, 100), strict=True):
+        assert torch.equal(t, sum(small_integers(FP32, n, r) for r in range(world_size)))
+    tensors = [small_integers(FP32, n, rank) for n in (9000, 7)]
+    with dist._coalescing_manager(group=g):
+        for t in tensors:
+            dist.all_reduce(t, group=g)
+    for t, n in zip(tensors, (9000, 7), strict=True):
+        assert torch.equal(t, sum(small_integers(FP32, n, r) for r in range(world_size)))
+
+
+@ranks(2, 3)
+def test_sparse_all_reduce(rank: int, world_size: int) -> None:
+    x = torch.sparse_coo_tensor([[rank, rank + 1]], [1.0, 2.0], (8,))
+    dist.all_reduce(x, group=group(**MODES["zip"]))
+    want = sum(torch.sparse_coo_tensor([[r, r + 1]], [1.0, 2.0], (8,)).to_dense() for r in range(world_size))
+    assert torch.equal(x.to_dense(), want)
+
+
+@ranks(2)
+def test_complex_and_other_dtypes(rank: int, world_size: int) -> None:
+    x = torch.complex(small_integers(FP32, 100, rank), small_integers(FP32, 100, rank + 1))
+    dist.all_reduce(x, group=group(**MODES["zip"]))
+    assert torch.equal(x.real, small_integers(FP32, 100, 0) + small_integers(FP32, 100, 1))
+    for dtype in NATIVE:
+        y = data(dtype, 257, rank)
+        try:
+            dist.broadcast(y, src=0, group=group(**MODES["zip"]))
+        except (RuntimeError, ValueError, TypeError) as e:
+            # what the wrapped backend refuses is refused in its words
+            assert "Invalid scalar type" in str(e), dtype
+        else:
+            assert_bits(y, data(dtype, 257, 0), dtype)
+
+
+@ranks(3)
+def test_handed_on_calls_between_zipped_ones(rank: int, world_size: int) -> None:
+    """Zipped and handed-on calls, asynchronous, in one order on every rank: neither takes the other's messages."""
+    g = group(**MODES["zip"])
+    works, checks = [], []
+    for i in range(20):
+        out = torch.zeros(world_size * 9000, dtype=BF16)
+        works.append(dist.all_gather_into_tensor(out, data("bf16_gauss", 9000, rank, i), group=g, async_op=True))
+        summed = small_integers(FP32, 100, rank + i)
+        works.append(dist.all_reduce(summed, group=g, async_op=True))
+        sent = data("bf16_gauss", 257, i % 3, i) if rank == i % 3 else torch.zeros(257, dtype=BF16)
+        works.append(dist.broadcast(sent, src=i % 3, group=g, async_op=True))
+        checks.append((i, out, summed, sent))
+    for work in reversed(works):
+        work.wait()
+    for i, out, summed, sent in checks:
+        assert_bits(out, torch.cat([data("bf16_gauss", 9000, r, i) for r in range(world_size)]), i)
+        assert torch.equal(summed, sum(small_integers(FP32, 100, r + i) for r in range(world_size)))
+        assert_number(sent, data("bf16_gauss", 257, i % 3, i))
