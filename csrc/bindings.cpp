@@ -113,7 +113,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property(
           "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
           [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; })
-      .def_readwrite("_window_from_sigma", &ZipCCLOptions::window_from_sigma)
       // c10d's split_group deep-copies a backend's options.
       .def("__deepcopy__", [](const ZipCCLOptions& options, const py::dict&) {
         return c10::make_intrusive<ZipCCLOptions>(options);

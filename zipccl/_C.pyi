@@ -16,7 +16,6 @@ class Mode(Enum):
 
 class Options:
     _mode: Mode
-    _window_from_sigma: bool
     _timeout: Any
     min_bytes: int
     segment_bytes: int

@@ -47,9 +47,10 @@ def create(distributed_options, backend_options: Options | None = None) -> _C.Pr
     if backend_options is not None and not isinstance(backend_options, Options):
         raise ValueError(f"zipccl: pg_options must be a zipccl.Options, got {type(backend_options).__name__}")
     is_world = not dist.is_initialized()
-    options = backend_options or (None if is_world else _world_options) or Options()
+    chosen = backend_options or (None if is_world else _world_options) or Options()
     if is_world:
-        _world_options = options
+        _world_options = chosen
+    options = Options(**chosen.values())  # the group's own: its timeout may change later
     options._timeout = distributed_options.timeout
     rank, size = distributed_options.group_rank, distributed_options.group_size
     _check_agreement(distributed_options.store, rank, size, distributed_options.group_id, options)

@@ -10,7 +10,7 @@ from typing import Any
 from zipccl import _C
 
 _MODES = {"auto": _C.Mode.AUTO, "zip": _C.Mode.ZIP, "raw": _C.Mode.RAW, "native": _C.Mode.NATIVE}
-_WINDOWS = ("sample", "sigma")
+_WINDOWS = ("sample",)
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
 
@@ -72,8 +72,7 @@ class Options(_C.Options):
             memory of a call.
         inline_fraction: Room for escaped exponents in the part of a message whose size is known beforehand, in bytes
             per element. Escapes beyond it cost a second message.
-        window: ``"sample"`` picks code windows from samples of the data, ``"sigma"`` from the standard deviations that
-            :func:`zipccl.attach` reads, where there are any.
+        window: How code windows are chosen: ``"sample"``, from samples of the data.
         checksum: Every message carries a checksum and is verified by its receivers.
     """
 
@@ -95,11 +94,14 @@ class Options(_C.Options):
         self.segment_bytes = _bytes("segment_bytes", values["segment_bytes"], 1)
         self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
         self.window = _choice("window", values["window"], _WINDOWS)
-        self._window_from_sigma = self.window == "sigma"
         self.checksum = _boolean("checksum", values["checksum"])
 
+    def values(self) -> dict[str, Any]:
+        """The options by name."""
+        return {name: getattr(self, name) for name in _DEFAULTS}
+
     def __repr__(self) -> str:
-        return "zipccl.Options(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _DEFAULTS) + ")"
+        return "zipccl.Options(" + ", ".join(f"{name}={value!r}" for name, value in self.values().items()) + ")"
 
 
 def _from_environment(name: str) -> Any:

@@ -59,7 +59,7 @@ MessageHeader read_header(const uint8_t* statics, uint64_t size);
 
 struct Message {
   const uint8_t* statics;
-  uint64_t static_size;
+  uint64_t static_size;  // of the static part; the padding behind it in a contiguous message may be counted
   const uint8_t* dynamic;
   uint64_t dynamic_size;
 };

@@ -41,10 +41,14 @@ void reduce_scatter(const ExchangeContext& context, const Call& call, const std:
   const Part& own = inputs[context.transport.rank()];
   const int last = context.transport.size() - 1;
   float* accumulator = nullptr;
-  // exchange() hands over one segment of all ranks, in rank order, before the next segment.
+  uint64_t accumulated = 0;  // offset of the segment in the accumulator
+  // exchange() hands over one segment of all ranks, in rank order, before the next segment. It leaves out ranks that
+  // called with other arguments, so that rank 0 need not be the first.
   auto consume = [&](int source, uint64_t offset, uint64_t elements, const Message* message) {
-    const Reduction reduction = source == 0 ? Reduction::kStore : reduce.reduction;
-    if (source == 0) {
+    Reduction reduction = reduce.reduction;
+    if (accumulator == nullptr || accumulated != offset) {
+      reduction = Reduction::kStore;
+      accumulated = offset;
       accumulator = reinterpret_cast<float*>(
           context.workspace.get(Workspace::kAccumulator, 0, 0, elements * sizeof(float)));
     }

@@ -22,7 +22,6 @@ struct ZipCCLOptions final : c10d::Backend::Options {
 
   RouteMode mode = RouteMode::kAuto;
   ExchangeOptions exchange;
-  bool window_from_sigma = false;
 };
 
 }  // namespace zipccl

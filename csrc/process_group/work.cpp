@@ -19,8 +19,7 @@ bool WorkZipCCL::wait(std::chrono::milliseconds timeout) {
   if (timeout == kNoTimeout) {
     cv_.wait(lock, done);  // the call has a deadline of its own
   } else if (!cv_.wait_for(lock, timeout, done)) {
-    TORCH_CHECK_WITH(DistBackendError, false, title_, " (call ", sequence_, ") was not done after ", timeout.count(),
-                     " ms");
+    TORCH_CHECK_WITH(DistBackendError, false, title_, " was not done after ", timeout.count(), " ms");
   }
   if (exception_) std::rethrow_exception(exception_);
   return true;

@@ -61,8 +61,7 @@ void Worker::run(Item item) {
   }
   std::exception_ptr exception;
   try {
-    TORCH_CHECK_WITH(DistBackendError, refusal.empty(), item.work->title(), " (call ",
-                     item.work->getSequencenumber(), "): ", refusal);
+    TORCH_CHECK_WITH(DistBackendError, refusal.empty(), item.work->title(), ": ", refusal);
     item.job();
   } catch (...) {
     exception = std::current_exception();

@@ -101,9 +101,8 @@ int api_read_header(const uint8_t* statics, uint64_t size, MessageHeader* header
 
 int api_decode(const uint8_t* statics, uint64_t static_size, const uint8_t* dynamic, uint64_t dynamic_size,
                uint64_t elements, int dtype, void* output) {
-  return guarded([&] {
-    decode({statics, static_size, dynamic, dynamic_size}, elements, static_cast<DType>(dtype), output);
-  });
+  return guarded(
+      [&] { decode({statics, static_size, dynamic, dynamic_size}, elements, static_cast<DType>(dtype), output); });
 }
 
 int api_accumulate(const uint8_t* statics, uint64_t static_size, const uint8_t* dynamic, uint64_t dynamic_size,

@@ -5,7 +5,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import library  # noqa: E402
+import library
 
 
 @pytest.fixture(params=["portable", "avx2", "avx512"])

@@ -1,6 +1,6 @@
 // Breaks messages in every way and decodes them, under AddressSanitizer and UndefinedBehaviorSanitizer: all ranges are
-// separate heap blocks of exactly the length that the codec is told. A message must decode exactly or raise FormatError;
-// without a checksum it may also decode to something else.
+// separate heap blocks of exactly the length that the codec is told. A message must decode exactly or raise
+// FormatError; without a checksum it may also decode to something else.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -58,8 +58,8 @@ Parts make_message(const Case& c, const Bytes& values) {
   Parts parts;
   parts.statics.resize(c.plain ? plain_bytes(c.elements, c.dtype) : static_bytes(c.elements, inline_bytes));
   parts.dynamic.resize(c.plain ? 0 : dynamic_bound(c.elements, c.dtype, inline_bytes));
-  const Encoded encoded = encode(values.data(), c.elements, c.dtype, options, inline_bytes, parts.statics.data(),
-                                 parts.dynamic.data());
+  const Encoded encoded =
+      encode(values.data(), c.elements, c.dtype, options, inline_bytes, parts.statics.data(), parts.dynamic.data());
   parts.dynamic.resize(encoded.dynamic_bytes);
   parts.dynamic.shrink_to_fit();
   return parts;
@@ -94,11 +94,11 @@ void check(const Case& c, const Bytes& values, const Parts& parts, const char* w
   }
 }
 
-void flip_bytes(const Case& c, const Bytes& values, Parts& parts, uint64_t step) {
+void flip_bytes(const Case& c, const Bytes& values, Parts& parts, uint64_t step, const std::vector<int>& flips) {
   for (Bytes* part : {&parts.statics, &parts.dynamic}) {
     for (uint64_t i = 0; i < part->size(); i += i < 256 ? 1 : step) {
       const uint8_t old = (*part)[i];
-      for (int flip : {0x01, 0x80, 0xff}) {
+      for (int flip : flips) {
         (*part)[i] = static_cast<uint8_t>(old ^ flip);
         check(c, values, parts, "a flipped byte", i);
       }
@@ -109,7 +109,7 @@ void flip_bytes(const Case& c, const Bytes& values, Parts& parts, uint64_t step)
 
 void replace_fields(const Case& c, const Bytes& values, Parts& parts) {
   const uint64_t headers = c.plain ? sizeof(MessageHeader) : chunk_header_offset(chunk_count(c.elements));
-  for (uint64_t size : {1, 2, 4, 8}) {
+  for (uint64_t size : {2, 4, 8}) {
     for (uint64_t at = 0; at + size <= headers; at += size) {
       uint64_t old = 0;
       std::memcpy(&old, parts.statics.data() + at, size);
@@ -161,11 +161,11 @@ int main(int argc, char** argv) {
     set_coder(argv[i]);
     for (bool checksum : {false, true}) {
       const Case cases[] = {
-          {DType::kBFloat16, 0, "normal", checksum, false},   {DType::kBFloat16, 7, "random", checksum, false},
+          {DType::kBFloat16, 0, "normal", checksum, false},    {DType::kBFloat16, 7, "random", checksum, false},
           {DType::kBFloat16, 1000, "normal", checksum, false}, {DType::kBFloat16, 1025, "relu", checksum, false},
           {DType::kBFloat16, 9000, "random", checksum, false}, {DType::kBFloat16, 16500, "normal", checksum, false},
-          {DType::kFloat32, 700, "normal", checksum, false},  {DType::kFloat32, 8500, "bf16 in fp32", checksum, false},
-          {DType::kFloat32, 8300, "random", checksum, false}, {DType::kBFloat16, 100, "normal", checksum, true},
+          {DType::kFloat32, 700, "normal", checksum, false},   {DType::kFloat32, 8500, "bf16 in fp32", checksum, false},
+          {DType::kFloat32, 8300, "random", checksum, false},  {DType::kBFloat16, 100, "normal", checksum, true},
           {DType::kFloat32, 33, "normal", checksum, true},
       };
       for (const Case& c : cases) {
@@ -174,10 +174,16 @@ int main(int argc, char** argv) {
         const uint64_t before = refused_count;
         check(c, values, parts, "the whole message", 0);
         if (refused_count != before) return 1;
-        // Every byte of the small messages; of the others, the headers and a sample.
-        flip_bytes(c, values, parts, c.elements <= 1025 ? 1 : 211);
-        replace_fields(c, values, parts);
-        truncate(c, values, parts);
+        // Every byte of the small messages; of the others, the headers and a sample. The checks of headers are the
+        // same for all coders.
+        const uint64_t step = c.elements <= 1025 ? 1 : 499;
+        if (i == 1) {
+          flip_bytes(c, values, parts, step, {0x01, 0x80, 0xff});
+          replace_fields(c, values, parts);
+          truncate(c, values, parts);
+        } else {
+          flip_bytes(c, values, parts, step, {0x10});
+        }
         if (c.elements != 0) scramble(c, values, parts);
       }
     }

@@ -11,9 +11,9 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -90,7 +90,12 @@ def build(name: str, extra_sources: Sequence[Path], flags: Sequence[str], link_f
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    path = build("library", [HERE / "c_api.cpp", HERE / "sweep.cpp"], ["-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"], ["-shared"])
+    path = build(
+        "library",
+        [HERE / "c_api.cpp", HERE / "sweep.cpp"],
+        ["-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"],
+        ["-shared"],
+    )
     loaded = ctypes.CDLL(str(path))
     loaded.last_error.restype = ctypes.c_char_p
     loaded.api_coder_name.restype = ctypes.c_char_p
@@ -320,7 +325,13 @@ def decode_contiguous(message: bytes, n: int, dtype: int | str, *, coder: str | 
 
 
 def accumulate(
-    static: bytes, dynamic: bytes, dtype: int | str, reduction: int, accumulator: np.ndarray, *, coder: str | None = None
+    static: bytes,
+    dynamic: bytes,
+    dtype: int | str,
+    reduction: int,
+    accumulator: np.ndarray,
+    *,
+    coder: str | None = None,
 ) -> np.ndarray:
     """The accumulator after the message was added; `accumulator` stays as it is."""
     target = Guarded(4 * len(accumulator))

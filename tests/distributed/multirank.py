@@ -187,8 +187,6 @@ def _enter_world(rank: int, key: Any) -> None:
 def _worker(rank: int, conn: Connection, log: str, path: list[str]) -> None:
     _prepare_process(log)
     sys.path[:] = path
-    # this is the module in which the test modules' `group` lives, whatever name the fork server gave us
-    me = importlib.import_module("multirank")
     while True:
         try:
             order = conn.recv()
@@ -198,7 +196,7 @@ def _worker(rank: int, conn: Connection, log: str, path: list[str]) -> None:
             os._exit(0)
         key, module, name, kwargs = order
         try:
-            me._enter_world(rank, key)
+            _enter_world(rank, key)
             result = _find(module, name)(rank=rank, **kwargs)
             try:
                 conn.send(("ok", result))
@@ -394,7 +392,9 @@ def launch(world_size: int, body: Callable, timeout: float = 45.0, **kwargs: Any
 
 
 def explain(ended: list[Ended]) -> str:
+    """For the message of an assertion; the log only where the process could not tell by itself."""
     return "\n".join(
-        f"--- rank {r}: {e.state}, exit code {e.exitcode}, {e.seconds:.1f} s\n{e.value}\n{e.log}"
+        f"--- rank {r}: {e.state}, exit code {e.exitcode}, {e.seconds:.1f} s\n{e.value}\n"
+        + (e.log if e.state in ("died", "hung") else "")
         for r, e in enumerate(ended)
     )

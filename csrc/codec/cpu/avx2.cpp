@@ -21,8 +21,8 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kGroup = 64;          // elements that share one 64-bit word of each plane
-constexpr uint32_t kWriteAhead = 512;    // bytes between a store and the prefetch of its successor
+constexpr uint32_t kGroup = 64;        // elements that share one 64-bit word of each plane
+constexpr uint32_t kWriteAhead = 512;  // bytes between a store and the prefetch of its successor
 constexpr uint32_t kReadAhead = 1024;
 constexpr uint32_t kPlaneBytes = kSubBlockElements / 8;
 
@@ -86,7 +86,7 @@ inline const uint8_t* patch_escapes(uint8_t* exponents, uint64_t escaped, const 
 
 template <Mode mode, bool streaming>
 void encode_mode(const uint16_t* values, uint32_t elements, uint8_t top, uint8_t* body, uint8_t* escapes,
-                  uint16_t* escape_end) {
+                 uint16_t* escape_end) {
   const __m256i lowest = _mm256_set1_epi8(static_cast<char>(top - 6));
   // Within a lane: even bytes (sign-mantissas) to the lower half, odd bytes (exponents) to the upper half.
   const __m256i halves = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
@@ -162,7 +162,7 @@ inline __m256i scatter_bits(__m256i word, uint32_t half) {
 
 template <Mode mode, bool streaming>
 bool decode_mode(const uint8_t* body, uint32_t elements, uint8_t top, const uint8_t* escapes,
-                  const uint16_t* escape_end, uint16_t* values) {
+                 const uint16_t* escape_end, uint16_t* values) {
   const __m256i above = _mm256_set1_epi8(static_cast<char>(top + 1));
   alignas(32) uint8_t exponents[kSubBlockElements + 32];
   const uint8_t* escape = escapes;
@@ -214,17 +214,17 @@ bool decode_mode(const uint8_t* body, uint32_t elements, uint8_t top, const uint
 
 template <bool streaming>
 void encode_chunk(const uint16_t* values, uint32_t elements, Window window, uint8_t* body, uint8_t* escapes,
-            uint16_t* escape_end) {
+                  uint16_t* escape_end) {
   const auto run = window.mode == Mode::kWindow ? encode_mode<Mode::kWindow, streaming>
-                                                  : encode_mode<Mode::kWindowAndZero, streaming>;
+                                                : encode_mode<Mode::kWindowAndZero, streaming>;
   run(values, elements, window.top, body, escapes, escape_end);
 }
 
 template <bool streaming>
-bool decode_chunk(const uint8_t* body, uint32_t elements, Window window, const uint8_t* escapes, const uint16_t* escape_end,
-            uint16_t* values) {
+bool decode_chunk(const uint8_t* body, uint32_t elements, Window window, const uint8_t* escapes,
+                  const uint16_t* escape_end, uint16_t* values) {
   const auto run = window.mode == Mode::kWindow ? decode_mode<Mode::kWindow, streaming>
-                                                  : decode_mode<Mode::kWindowAndZero, streaming>;
+                                                : decode_mode<Mode::kWindowAndZero, streaming>;
   return run(body, elements, window.top, escapes, escape_end, values);
 }
 
@@ -232,8 +232,20 @@ void finish_streaming() { _mm_sfence(); }
 
 }  // namespace
 
-const Coder kAvx2Coder = {"avx2", encode_chunk<false>, encode_chunk<true>, decode_chunk<false>, decode_chunk<true>, finish_streaming, split, merge,
-                          narrow, widen, accumulate_bfloat16, accumulate_float32, finish_bfloat16, finish_float32,
+const Coder kAvx2Coder = {"avx2",
+                          encode_chunk<false>,
+                          encode_chunk<true>,
+                          decode_chunk<false>,
+                          decode_chunk<true>,
+                          finish_streaming,
+                          split,
+                          merge,
+                          narrow,
+                          widen,
+                          accumulate_bfloat16,
+                          accumulate_float32,
+                          finish_bfloat16,
+                          finish_float32,
                           sum_words};
 
 }  // namespace zipccl

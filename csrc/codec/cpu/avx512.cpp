@@ -17,7 +17,7 @@
 
 #if defined(ZIPCCL_AVX512_HEADER)
 #elif defined(__clang__)
-#pragma clang attribute push( \
+#pragma clang attribute push(                                                                           \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,popcnt,prfchw"))), \
     apply_to = function)
 #else
@@ -197,9 +197,21 @@ void finish_streaming() { _mm_sfence(); }
 
 }  // namespace
 
-const Coder kAvx512Coder = {"avx512", encode_chunk<false>, encode_chunk<true>, decode_chunk<false>, decode_chunk<true>,
-                            finish_streaming, split, merge, narrow, widen, accumulate_bfloat16, accumulate_float32,
-                            finish_bfloat16, finish_float32, sum_words};
+const Coder kAvx512Coder = {"avx512",
+                            encode_chunk<false>,
+                            encode_chunk<true>,
+                            decode_chunk<false>,
+                            decode_chunk<true>,
+                            finish_streaming,
+                            split,
+                            merge,
+                            narrow,
+                            widen,
+                            accumulate_bfloat16,
+                            accumulate_float32,
+                            finish_bfloat16,
+                            finish_float32,
+                            sum_words};
 
 }  // namespace zipccl
 

@@ -16,7 +16,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // The coder
 
-bool runs(const Coder& coder) {
+bool runs([[maybe_unused]] const Coder& coder) {
 #if defined(__x86_64__)
   if (&coder == &kAvx512Coder) {
 #if defined(ZIPCCL_AVX512_HEADER)  // a test's emulation
@@ -156,15 +156,22 @@ uint64_t message_checksum(const Coder& coder, MessageHeader header, const uint8_
 // One group of 64 elements in every eight.
 Histogram sample(const uint16_t* values, uint32_t elements) {
   constexpr uint32_t kGroup = 64, kStep = 8 * kGroup;
-  uint32_t counts[2][256] = {};  // two: equal neighbours need not wait for each other
+  constexpr uint32_t kTables = 4;  // equal neighbours need not wait for each other
+  uint32_t counts[kTables][256] = {};
   for (uint32_t start = 0; start < elements; start += kStep) {
     const uint32_t end = std::min(start + kGroup, elements);
-    for (uint32_t i = start; i < end; i++) counts[i % 2][values[i] >> 7 & 0xff]++;
+    uint32_t i = start;
+    for (; i + kTables <= end; i += kTables) {
+      for (uint32_t k = 0; k < kTables; k++) counts[k][values[i + k] >> 7 & 0xff]++;
+    }
+    for (; i < end; i++) counts[0][values[i] >> 7 & 0xff]++;
   }
   Histogram histogram;
-  for (int k = 0; k < 256; k++) histogram.count[k] = counts[0][k] + counts[1][k];
+  for (int k = 0; k < 256; k++) histogram.count[k] = counts[0][k] + counts[1][k] + counts[2][k] + counts[3][k];
   return histogram;
 }
+
+constexpr uint32_t kPatience = 64;  // chunks
 
 bool same(Window a, Window b) { return a.top == b.top && a.mode == b.mode; }
 
@@ -231,27 +238,32 @@ class Encoder {
       std::memcpy(local_, input_ + start * sizeof(uint16_t), elements * sizeof(uint16_t));
     }
 
-    // With a window from the caller, or from the chunk before, only a surprising number of escapes costs a sample.
+    // With a window from the caller, or from the chunk before, only a surprising number of escapes costs a sample; a
+    // large one that is no surprise, now and then, as another window may have come to fit better.
     const int16_t given = options_.tops == nullptr ? int16_t{-1} : options_.tops[chunk];
-    bool sampled = given < 0 && !have_window_;
     Window window = window_;
     uint32_t allowed = (expected_ + expected_ / 8 + 24) * elements / kChunkElements;
+    bool sampled = false;
     if (given >= 0) {
       window = {static_cast<uint8_t>(given), Mode::kWindow};
       allowed = elements / 8;
-    } else if (sampled) {
+    } else if (!have_window_) {
       window = best_window(sample(values, elements));
+      sampled = true;
     }
     uint32_t escapes = encode_with(window, values, elements, body, header.escape_end);
-    if (escapes > allowed && !sampled) {
+    unsampled_++;
+    if (!sampled && (escapes > allowed || (escapes > elements / 16 && unsampled_ > kPatience))) {
       const Window better = best_window(sample(values, elements));
+      sampled = true;
       if (!same(better, window)) {
         window = better;
         escapes = encode_with(window, values, elements, body, header.escape_end);
       }
     }
+    if (sampled) unsampled_ = 0;
     window_ = window;
-    have_window_ = true;
+    have_window_ = escapes <= raw_pool_bytes(elements);  // else no window fits, and the next chunk is on its own
     expected_ = static_cast<uint32_t>(uint64_t{escapes} * kChunkElements / elements);
 
     const uint8_t* overflow = escapes_;
@@ -336,9 +348,11 @@ class Encoder {
   uint64_t low_bytes_ = 0;
   uint64_t low_offset_ = 0;  // of the low halves in the dynamic part
 
+  // What the chunk before had.
   bool have_window_ = false;
   Window window_;
-  uint32_t expected_ = 0;  // escapes of 8192 elements
+  uint32_t expected_ = 0;   // escapes of 8192 elements
+  uint32_t unsampled_ = 0;  // chunks since the last sample
 
   alignas(kStreamAlignment) uint16_t local_[kChunkElements];
   alignas(kStreamAlignment) uint8_t escapes_[kEscapeRoom];
@@ -395,8 +409,7 @@ class Decoder {
       fail("the message has " + text(header_.elements) + " elements, expected " + text(elements));
     }
     // With the padding that a contiguous message has before its low halves, or without.
-    const uint64_t expected =
-        is_plain() ? plain_bytes(elements, dtype) : static_bytes(elements, header_.inline_bytes);
+    const uint64_t expected = is_plain() ? plain_bytes(elements, dtype) : static_bytes(elements, header_.inline_bytes);
     if (message.static_size != expected && message.static_size != contiguous_dynamic_offset(header_)) {
       fail("the static part has " + text(message.static_size) + " bytes, expected " + text(expected));
     }
@@ -552,7 +565,8 @@ MessageHeader read_header(const uint8_t* statics, uint64_t size) {
       fail("a plain message with escapes");
     }
     const uint64_t needed = plain_bytes(header.elements, header.dtype);
-    if (size < needed) fail(text(header.elements) + " plain elements need " + text(needed) + " bytes, not " + text(size));
+    if (size < needed)
+      fail(text(header.elements) + " plain elements need " + text(needed) + " bytes, not " + text(size));
     return header;
   }
   if (header.dtype == DType::kBytes) fail("bytes that are not plain");
@@ -576,8 +590,8 @@ void decode(const Message& message, uint64_t elements, DType dtype, void* output
     return;
   }
   alignas(kStreamAlignment) uint16_t local[kChunkElements];
-  const bool streaming = dtype == DType::kBFloat16 && elements * sizeof(uint16_t) > cache_bytes() &&
-                         is_aligned(output, kStreamAlignment);
+  const bool streaming =
+      dtype == DType::kBFloat16 && elements * sizeof(uint16_t) > cache_bytes() && is_aligned(output, kStreamAlignment);
   for (uint64_t chunk = 0; chunk < chunk_count(elements); chunk++) {
     const uint32_t count = chunk_elements(elements, chunk);
     const uint64_t start = chunk * kChunkElements;

@@ -94,13 +94,13 @@ inline void accumulate(Values values, uint64_t elements, float scale, Reduction 
     case Reduction::kMin:
       for (uint64_t i = 0; i < elements; i++) {
         const float value = values(i) * scale, old = accumulator[i];
-        accumulator[i] = (value < old) | (value != value) ? value : old;
+        accumulator[i] = ((value < old) | (value != value)) ? value : old;
       }
       break;
     case Reduction::kMax:
       for (uint64_t i = 0; i < elements; i++) {
         const float value = values(i) * scale, old = accumulator[i];
-        accumulator[i] = (value > old) | (value != value) ? value : old;
+        accumulator[i] = ((value > old) | (value != value)) ? value : old;
       }
       break;
   }

@@ -114,7 +114,9 @@ void finish_streaming() {}
 
 }  // namespace
 
-const Coder kPortableCoder = {"portable", encode_chunk, encode_chunk, decode_chunk, decode_chunk, finish_streaming, split, merge, narrow, widen,
-                              accumulate_bfloat16, accumulate_float32, finish_bfloat16, finish_float32, sum_words};
+const Coder kPortableCoder = {
+    "portable",      encode_chunk,   encode_chunk, decode_chunk, decode_chunk,        finish_streaming,
+    split,           merge,          narrow,       widen,        accumulate_bfloat16, accumulate_float32,
+    finish_bfloat16, finish_float32, sum_words};
 
 }  // namespace zipccl
