@@ -32,23 +32,17 @@ at::Tensor encode_tensor(const at::Tensor& tensor, std::optional<double> sigma) 
   return output.narrow(0, 0, static_cast<int64_t>(used)).clone();
 }
 
-MessageHeader header_of(const at::Tensor& buffer) {
+void check_buffer(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(buffer.device().is_cpu() && buffer.scalar_type() == at::kByte && buffer.is_contiguous(),
                     "zipccl.decode: expects a contiguous uint8 CPU tensor");
-  return read_header(buffer.const_data_ptr<uint8_t>(), buffer.numel());
 }
 
 void decode_into(const at::Tensor& buffer, at::Tensor output) {
-  const MessageHeader header = header_of(buffer);
-  const uint64_t size = buffer.numel();
-  const uint64_t split = (header.flags & kPlain) != 0 ? size : std::min(size, contiguous_dynamic_offset(header));
-  const auto* data = buffer.const_data_ptr<uint8_t>();
-  const uint64_t static_size =
-      (header.flags & kPlain) != 0 ? size : std::min(size, static_bytes(header.elements, header.inline_bytes));
+  check_buffer(buffer);
+  const Message message = contiguous_message(buffer.const_data_ptr<uint8_t>(), buffer.numel());
   const DType dtype = message_dtype(output);
   const uint64_t elements = dtype == DType::kBytes ? output.nbytes() : output.numel();
-  py::gil_scoped_release release;
-  decode({data, static_size, data + split, size - split}, elements, dtype, output.data_ptr());
+  decode(message, elements, dtype, output.data_ptr());
 }
 
 py::dict as_dict(const CollectiveStats& stats) {
@@ -78,9 +72,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   module.attr("FORMAT_VERSION") = kVersion;
   module.def("encode", &encode_tensor, py::arg("tensor"), py::arg("sigma"), py::call_guard<py::gil_scoped_release>());
-  module.def("decode_into", &decode_into, py::arg("buffer"), py::arg("output"));
+  module.def("decode_into", &decode_into, py::arg("buffer"), py::arg("output"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("message", [](const at::Tensor& buffer) {
-    const MessageHeader header = header_of(buffer);
+    check_buffer(buffer);
+    const MessageHeader header = read_header(buffer.const_data_ptr<uint8_t>(), buffer.numel());
     return py::make_tuple(static_cast<int>(header.dtype), header.elements);
   });
   module.def("window_top", &window_top, py::arg("sigma"));

@@ -50,19 +50,19 @@ uint64_t contiguous_bound(uint64_t elements, DType dtype);
 uint64_t encode_contiguous(const void* input, uint64_t elements, DType dtype, const EncodeOptions& options,
                            uint8_t* output);
 
-// Where the dynamic part of a contiguous message begins.
-uint64_t contiguous_dynamic_offset(const MessageHeader& header);
-
 // Reads and checks the header of a static part that lies in the first of `size` bytes: it may be all of them, or the
 // beginning of a contiguous message.
 MessageHeader read_header(const uint8_t* statics, uint64_t size);
 
 struct Message {
   const uint8_t* statics;
-  uint64_t static_size;  // of the static part; the padding behind it in a contiguous message may be counted
+  uint64_t static_size;
   const uint8_t* dynamic;
   uint64_t dynamic_size;
 };
+
+// The parts of a contiguous message of exactly `size` bytes.
+Message contiguous_message(const uint8_t* data, uint64_t size);
 
 // Decodes a message of exactly `elements` values of `dtype` to `output`; another count or dtype is a FormatError.
 void decode(const Message& message, uint64_t elements, DType dtype, void* output);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "format.h"
 
@@ -33,20 +34,22 @@ struct Histogram {
 // The window and mode that leave the fewest of the counted exponents uncoded. Ties: a plain window before one with
 // zeros, then the lower top, so that every coder picks the same.
 inline Window best_window(const Histogram& histogram) {
+  // The lowest window has 0 .. 6, or 1 .. 6 where 0 has its own code.
+  int highest = 255, lowest = 0;
+  while (highest > 6 && histogram.count[highest] == 0) highest--;
+  while (lowest < highest && histogram.count[lowest] == 0) lowest++;
   Window best;
-  uint32_t best_covered = 0;
   bool found = false;
+  uint32_t best_covered = 0;
   for (Mode mode : {Mode::kWindow, Mode::kWindowAndZero}) {
     const int length = mode == Mode::kWindow ? 7 : 6;
-    const int lowest = 6;  // 0 .. 6, or 1 .. 6 where 0 has its own code
-    uint32_t covered = 0;
-    for (int k = lowest - length + 1; k <= lowest; k++) covered += histogram.count[k];
-    for (int top = lowest; top < 256; top++) {
-      if (top > lowest) covered += histogram.count[top] - histogram.count[top - length];
-      const uint32_t all = covered + (mode == Mode::kWindowAndZero ? histogram.count[0] : 0);
-      if (!found || all > best_covered) {
+    const uint32_t zeros = mode == Mode::kWindow ? 0 : histogram.count[0];
+    for (int top = lowest < 6 ? 6 : lowest; top <= highest; top++) {
+      uint32_t covered = zeros;
+      for (int k = top - length + 1; k <= top; k++) covered += histogram.count[k];
+      if (!found || covered > best_covered) {
         best = {static_cast<uint8_t>(top), mode};
-        best_covered = all;
+        best_covered = covered;
         found = true;
       }
     }

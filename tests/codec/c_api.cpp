@@ -61,11 +61,11 @@ uint64_t api_dynamic_bound(uint64_t elements, int dtype, uint64_t inline_bytes) 
 uint64_t api_contiguous_bound(uint64_t elements, int dtype) {
   return contiguous_bound(elements, static_cast<DType>(dtype));
 }
-int api_contiguous_dynamic_offset(const uint8_t* message, uint64_t* offset) {
+int api_contiguous_message(const uint8_t* data, uint64_t size, uint64_t* static_size, uint64_t* dynamic_offset) {
   return guarded([&] {
-    MessageHeader header;
-    std::memcpy(&header, message, sizeof header);
-    *offset = contiguous_dynamic_offset(header);
+    const Message message = contiguous_message(data, size);
+    *static_size = message.static_size;
+    *dynamic_offset = static_cast<uint64_t>(message.dynamic - data);
   });
 }
 int api_window_top(float sigma) { return window_top(sigma); }

@@ -121,7 +121,7 @@ def library() -> ctypes.CDLL:
         "set_coder": [ctypes.c_char_p],
         "window_top": [real],
         "best_window": [pointer],
-        "contiguous_dynamic_offset": [pointer, pointer],
+        "contiguous_message": [pointer, u64, pointer, pointer],
         "encode": [*options, u64, pointer, pointer, pointer, pointer],
         "encode_contiguous": [*options, pointer, pointer],
         "read_header": [pointer, u64, pointer],
@@ -286,13 +286,9 @@ def encode_contiguous(
 
 def split(message: bytes) -> tuple[bytes, bytes]:
     """Static and dynamic part of a contiguous message."""
-    offset = ctypes.c_uint64()
-    if len(message) < 64:
-        raise FormatError("shorter than a header")
-    call("contiguous_dynamic_offset", message, ctypes.byref(offset))
-    if offset.value > len(message):
-        raise FormatError("shorter than its static part")
-    return message[: offset.value], message[offset.value :]
+    static_size, dynamic_offset = ctypes.c_uint64(), ctypes.c_uint64()
+    call("contiguous_message", message, len(message), ctypes.byref(static_size), ctypes.byref(dynamic_offset))
+    return message[: static_size.value], message[dynamic_offset.value :]
 
 
 def decode(

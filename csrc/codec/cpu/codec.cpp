@@ -385,6 +385,12 @@ void encode_plain(const void* input, uint64_t elements, DType dtype, const Encod
   write_header(plain_header(elements, dtype, options), options, statics, nullptr);
 }
 
+// Where the low halves of a contiguous message begin; its end where it has none.
+uint64_t contiguous_low_offset(const MessageHeader& header) {
+  const uint64_t statics = static_bytes(header.elements, header.inline_bytes);
+  return header.low_bytes == 0 ? statics : round_up(statics, kAlignment);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Decoding
 
@@ -408,9 +414,8 @@ class Decoder {
     if (header_.elements != elements) {
       fail("the message has " + text(header_.elements) + " elements, expected " + text(elements));
     }
-    // With the padding that a contiguous message has before its low halves, or without.
     const uint64_t expected = is_plain() ? plain_bytes(elements, dtype) : static_bytes(elements, header_.inline_bytes);
-    if (message.static_size != expected && message.static_size != contiguous_dynamic_offset(header_)) {
+    if (message.static_size != expected) {
       fail("the static part has " + text(message.static_size) + " bytes, expected " + text(expected));
     }
     const uint64_t needed = dynamic_bytes(header_.pool_bytes, header_.inline_bytes, header_.low_bytes);
@@ -520,12 +525,6 @@ uint64_t contiguous_bound(uint64_t elements, DType dtype) {
   return std::max(plain, statics + low_bound(elements, dtype));
 }
 
-uint64_t contiguous_dynamic_offset(const MessageHeader& header) {
-  if (header.flags & kPlain) return plain_bytes(header.elements, header.dtype);
-  const uint64_t statics = static_bytes(header.elements, header.inline_bytes);
-  return header.low_bytes == 0 ? statics : round_up(statics, kAlignment);
-}
-
 uint64_t encode_contiguous(const void* input, uint64_t elements, DType dtype, const EncodeOptions& options,
                            uint8_t* output) {
   if (options.plain || dtype == DType::kBytes) {
@@ -539,11 +538,11 @@ uint64_t encode_contiguous(const void* input, uint64_t elements, DType dtype, co
   MessageHeader header = encoder.encode_chunks();
   header.inline_bytes = header.pool_bytes;
   const uint64_t pool_end = static_bytes(elements, header.inline_bytes);
-  const uint64_t dynamic_offset = contiguous_dynamic_offset(header);
-  std::memset(output + pool_end, 0, dynamic_offset - pool_end);
-  std::memmove(output + dynamic_offset, low, header.low_bytes);
-  write_header(header, options, output, output + dynamic_offset);
-  return dynamic_offset + header.low_bytes;
+  const uint64_t low_offset = contiguous_low_offset(header);
+  std::memset(output + pool_end, 0, low_offset - pool_end);
+  std::memmove(output + low_offset, low, header.low_bytes);
+  write_header(header, options, output, output + low_offset);
+  return low_offset + header.low_bytes;
 }
 
 MessageHeader read_header(const uint8_t* statics, uint64_t size) {
@@ -576,10 +575,21 @@ MessageHeader read_header(const uint8_t* statics, uint64_t size) {
          " bytes of inline pool does not fit into " + text(size) + " bytes");
   }
   if (header.pool_bytes > pool_bound(header.elements)) fail("impossible pool of " + text(header.pool_bytes) + " bytes");
-  if (header.low_bytes > low_bound(header.elements, header.dtype)) {
+  if (header.low_bytes > low_bound(header.elements, header.dtype) || header.low_bytes % kAlignment != 0) {
     fail("impossible " + text(header.low_bytes) + " bytes of low halves");
   }
   return header;
+}
+
+Message contiguous_message(const uint8_t* data, uint64_t size) {
+  const MessageHeader header = read_header(data, size);
+  const bool plain = header.flags & kPlain;
+  const uint64_t low_offset = plain ? plain_bytes(header.elements, header.dtype) : contiguous_low_offset(header);
+  if (low_offset > size || header.low_bytes != size - low_offset) {
+    fail("the message has " + text(size) + " bytes, its header says " + text(low_offset + header.low_bytes));
+  }
+  const uint64_t statics = plain ? size : static_bytes(header.elements, header.inline_bytes);
+  return {data, statics, data + low_offset, header.low_bytes};
 }
 
 void decode(const Message& message, uint64_t elements, DType dtype, void* output) {
