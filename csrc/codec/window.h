@@ -35,18 +35,21 @@ struct Histogram {
 // zeros, then the lower top, so that every coder picks the same.
 inline Window best_window(const Histogram& histogram) {
   // The lowest window has 0 .. 6, or 1 .. 6 where 0 has its own code.
-  int highest = 255, lowest = 0;
+  int highest = 255, lowest = 6;
   while (highest > 6 && histogram.count[highest] == 0) highest--;
-  while (lowest < highest && histogram.count[lowest] == 0) lowest++;
+  uint32_t below = 0;
+  for (int k = 1; k < 6; k++) below += histogram.count[k];
+  while (below == 0 && lowest < highest && histogram.count[lowest] == 0) lowest++;
   Window best;
   bool found = false;
   uint32_t best_covered = 0;
   for (Mode mode : {Mode::kWindow, Mode::kWindowAndZero}) {
     const int length = mode == Mode::kWindow ? 7 : 6;
     const uint32_t zeros = mode == Mode::kWindow ? 0 : histogram.count[0];
-    for (int top = lowest < 6 ? 6 : lowest; top <= highest; top++) {
-      uint32_t covered = zeros;
-      for (int k = top - length + 1; k <= top; k++) covered += histogram.count[k];
+    uint32_t covered = zeros;
+    for (int k = lowest - length + 1; k <= lowest; k++) covered += histogram.count[k];
+    for (int top = lowest; top <= highest; top++) {
+      if (top > lowest) covered += histogram.count[top] - histogram.count[top - length];
       if (!found || covered > best_covered) {
         best = {static_cast<uint8_t>(top), mode};
         best_covered = covered;
