@@ -21,6 +21,9 @@ SAY = @printf '\n==> %s\n'
 EXTRAS = -c 'import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*[tool for name in sys.argv[1:] for tool in extras[name]])'
 
+SHELL = /bin/bash
+.SHELLFLAGS = -o pipefail -c
+
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
@@ -92,7 +95,7 @@ $(ENV)/.tools: NAMES = test dev
 $(OLD_ENV)/.tools: NAMES = test
 %/.tools: %/.torch pyproject.toml
 	$(SAY) 'Tools into $*: $(NAMES)'
-	$*/bin/python -m pip install $$($*/bin/python $(EXTRAS) $(NAMES))
+	@$*/bin/python -m pip install $$($*/bin/python $(EXTRAS) $(NAMES)) | sed -u '/^Requirement already satisfied/d'
 	@touch $@
 
 $(ENV)/.built: $(ENV)/.tools $(EXTENSION_FILES)

@@ -70,15 +70,21 @@ def test_many_groups(rank: int, world_size: int) -> None:
 
 
 @only_zipccl
-@ranks(2)
+@ranks(2, mode="raw", min_bytes=50000)
 def test_groups_without_options_have_the_worlds(rank: int, world_size: int) -> None:
+    """DeviceMesh and frameworks make theirs without any."""
     import zipccl
 
     with fresh_group() as g:
+        check(g, [0, 1], rank)  # 60 KB
+        assert zipccl.stats(g)["all_gather"]["raw"] == 1
+        dist.all_gather_into_tensor(torch.empty(40000, dtype=BF16), torch.ones(20000, dtype=BF16), group=g)
+        assert zipccl.stats(g)["all_gather"]["native"] == 1
+    mesh = init_device_mesh("cpu", (2,))
+    check(mesh.get_group(), [0, 1], rank)
+    with fresh_group(mode="zip") as g:
         check(g, [0, 1], rank)
-        assert zipccl.stats(g)["all_gather"]["calls"] == 1
-    # 60 KB are below the world's 64 KiB
-    assert "mode=" in repr(dist.group.WORLD._get_backend(torch.device("cpu")).options)
+        assert zipccl.stats(g)["all_gather"]["native"] == 1, "options that are given are not mixed with the world's"
 
 
 @pytest.mark.core
@@ -206,9 +212,11 @@ def test_mesh_with_and_without_device_id(device_id: bool) -> None:
 
 def split(rank: int, world_size: int, store: dist.Store) -> None:
     init(rank, world_size, store, **ZIP)
-    # PyTorch asks for a bound device, which may only be an accelerator; splitting itself needs none
+    # PyTorch asks for an accelerator, and binds one; splitting itself needs none, so a CPU plays it
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")
     world = dist.group.WORLD
-    world.bound_device_id = torch.device("cuda", 0)
+    world.bound_device_id = torch.device("cpu", 0)
     halves = [[0, 1], [2, 3]]
     first = dist.split_group(split_ranks=halves)
     check(first, halves[rank // 2], rank)
