@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lz4.frame
 import torch
@@ -136,15 +137,15 @@ def codec_speed(library: ctypes.CDLL, tensor: torch.Tensor, rounds: int) -> dict
 # ---- Ratio and speed against other compressors
 
 
-def compressors(tensor: torch.Tensor) -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]]:
+def compressors(tensor: torch.Tensor) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     data = tensor.view(torch.uint8).numpy().tobytes()
     name = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[tensor.dtype]
     split = zipnn.ZipNN(bytearray_dtype=name, threads=1)
     zstd, unzstd = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     return {
         "zipccl": (
-            lambda: zipccl.encode(tensor),  # type: ignore[dict-item,return-value]
-            lambda message: zipccl.decode(message).view(torch.uint8),  # type: ignore[arg-type]
+            lambda: zipccl.encode(tensor),
+            lambda message: zipccl.decode(message).view(torch.uint8),
         ),
         # zipnn changes the buffer that it compresses
         "zipnn": (lambda: split.compress(bytearray(data)), lambda message: split.decompress(message)),
@@ -164,7 +165,7 @@ def against_others(tensor: torch.Tensor, rounds: int) -> dict[str, dict[str, flo
             result = decode(message)
             end = time.perf_counter()
             if round_number == 0:  # warm up, and check
-                restored = result.numpy().tobytes() if isinstance(result, torch.Tensor) else bytes(result)  # type: ignore[call-overload]
+                restored = result.numpy().tobytes() if isinstance(result, torch.Tensor) else bytes(result)
                 assert restored == data, f"{name} is not exact"
                 rows[name] = {"encode": [], "decode": [], "ratio": [len(message) / len(data)]}
                 continue
@@ -197,9 +198,7 @@ def ratio_table(ratios: dict[str, dict[str, dict[str, float]]]) -> Table:
         table.add_column(column, justify="left" if column in ("data", "compressor") else "right")
     for data, rows in ratios.items():
         for compressor, row in rows.items():
-            table.add_row(
-                data, compressor, f"{row['ratio']:.4f}", *(f"{row[key]:.3f}" for key in ("encode", "decode"))
-            )
+            table.add_row(data, compressor, f"{row['ratio']:.4f}", *(f"{row[key]:.3f}" for key in ("encode", "decode")))
         table.add_section()
     return table
 
@@ -239,7 +238,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: a look, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", default=Path("results/codec.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", default=Path("results/codec.png"), help="default: %(default)s"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

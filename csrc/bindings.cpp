@@ -1,6 +1,6 @@
 // zipccl._C: what the Python package is made of.
-#include <torch/extension.h>
 #include <pybind11/chrono.h>
+#include <torch/extension.h>
 
 #include "process_group/ProcessGroupZipCCL.hpp"
 
@@ -110,9 +110,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
           [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; })
       // c10d's split_group deep-copies a backend's options.
-      .def("__deepcopy__", [](const ZipCCLOptions& options, const py::dict&) {
-        return c10::make_intrusive<ZipCCLOptions>(options);
-      });
+      .def("__deepcopy__",
+           [](const ZipCCLOptions& options, const py::dict&) { return c10::make_intrusive<ZipCCLOptions>(options); });
 
   py::class_<ProcessGroupZipCCL, c10::intrusive_ptr<ProcessGroupZipCCL>, c10d::Backend>(module, "ProcessGroupZipCCL")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> plain, c10::intrusive_ptr<c10d::Backend> exchange,

@@ -2,7 +2,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend
 
 FORMAT_VERSION: int
 
@@ -14,9 +14,8 @@ class Mode(Enum):
     RAW = ...
     NATIVE = ...
 
-class Options:
+class Options(Backend.Options):
     _mode: Mode
-    _timeout: Any
     min_bytes: int
     segment_bytes: int
     inline_fraction: float

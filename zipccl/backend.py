@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
@@ -15,10 +17,10 @@ BACKEND = "zipccl"
 _world_options: Options | None = None
 
 
-def _wrapped(name: str, distributed_options) -> ProcessGroupGloo:
+def _wrapped(name: str, distributed_options: Any) -> ProcessGroupGloo:
     rank, size = distributed_options.group_rank, distributed_options.group_size
     gloo = ProcessGroupGloo(PrefixStore(name, distributed_options.store), rank, size, distributed_options.timeout)
-    gloo.options.group_name = f"{distributed_options.group_id}/{name}"
+    gloo.options.group_name = f"{distributed_options.group_id}/{name}"  # type: ignore[assignment]
     # Gloo's split() reads them, and crashes where there are none.
     gloo.options.global_ranks_in_group = list(distributed_options.global_ranks_in_group) or list(range(size))
     return gloo
@@ -41,7 +43,7 @@ def _check_agreement(store: Store, rank: int, size: int, group: str, options: Op
             )
 
 
-def create(distributed_options, backend_options: Options | None = None) -> _C.ProcessGroupZipCCL:
+def create(distributed_options: Any, backend_options: Options | None = None) -> _C.ProcessGroupZipCCL:
     """Makes the backend of a group; called by torch.distributed on all its ranks."""
     global _world_options
     if backend_options is not None and not isinstance(backend_options, Options):

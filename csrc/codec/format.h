@@ -30,9 +30,9 @@ enum class DType : uint8_t { kBytes = 0, kBFloat16 = 1, kFloat32 = 2 };
 
 // How the exponents of one chunk are written.
 enum class Mode : uint8_t {
-  kWindow = 0,          // codes 1..7 are the exponents top .. top-6
-  kWindowAndZero = 1,   // codes 1..6 are top .. top-5, code 7 is exponent 0
-  kRaw = 2,             // no codes: exponent bytes fill the plane slots, then the pool
+  kWindow = 0,         // codes 1..7 are the exponents top .. top-6
+  kWindowAndZero = 1,  // codes 1..6 are top .. top-5, code 7 is exponent 0
+  kRaw = 2,            // no codes: exponent bytes fill the plane slots, then the pool
 };
 
 enum Flags : uint8_t {
@@ -60,8 +60,8 @@ struct ChunkHeader {
   uint16_t elements;  // 1 .. 8192; 8192 in all chunks but the last
   uint8_t top;        // exponent field of code 1
   Mode mode;
-  uint32_t low;                    // offset of the low halves in units of 128 bytes, kNoLow: all zero
-  uint64_t pool_offset;            // of this chunk's escapes in the pool
+  uint32_t low;                     // offset of the low halves in units of 128 bytes, kNoLow: all zero
+  uint64_t pool_offset;             // of this chunk's escapes in the pool
   uint16_t escape_end[kSubBlocks];  // escapes before the end of each sub-block; the last is the chunk's count
 };
 static_assert(sizeof(ChunkHeader) == 32);

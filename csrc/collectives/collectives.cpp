@@ -24,8 +24,8 @@ Consume place(const ExchangeContext& context, DType dtype, const void* own, cons
 
 }  // namespace
 
-void all_gather(const ExchangeContext& context, const Call& call, const void* input,
-                const std::vector<void*>& outputs, const std::vector<uint64_t>& elements) {
+void all_gather(const ExchangeContext& context, const Call& call, const void* input, const std::vector<void*>& outputs,
+                const std::vector<uint64_t>& elements) {
   const std::vector<Part> same(outputs.size(), Part{input, elements[context.transport.rank()]});
   exchange(context, call, same, elements, 1.0f, place(context, call.dtype, input, outputs));
 }
@@ -49,8 +49,8 @@ void reduce_scatter(const ExchangeContext& context, const Call& call, const std:
     if (accumulator == nullptr || accumulated != offset) {
       reduction = Reduction::kStore;
       accumulated = offset;
-      accumulator = reinterpret_cast<float*>(
-          context.workspace.get(Workspace::kAccumulator, 0, 0, elements * sizeof(float)));
+      accumulator =
+          reinterpret_cast<float*>(context.workspace.get(Workspace::kAccumulator, 0, 0, elements * sizeof(float)));
     }
     if (message) {
       context.device.accumulate(*message, elements, call.dtype, reduction, accumulator);
@@ -59,8 +59,7 @@ void reduce_scatter(const ExchangeContext& context, const Call& call, const std:
                                        reduction, accumulator);
     }
     if (source == last) {
-      context.device.finish(accumulator, elements, reduce.divisor, call.dtype,
-                            at_offset(output, offset, call.dtype));
+      context.device.finish(accumulator, elements, reduce.divisor, call.dtype, at_offset(output, offset, call.dtype));
     }
   };
   exchange(context, call, inputs, std::vector<uint64_t>(inputs.size(), own.elements), reduce.scale, consume);

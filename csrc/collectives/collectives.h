@@ -12,8 +12,8 @@ namespace zipccl {
 
 // outputs[r] receives elements[r] values from rank r; `input` has elements[own rank] values and may be outputs[own
 // rank] itself, but overlaps no other output.
-void all_gather(const ExchangeContext& context, const Call& call, const void* input,
-                const std::vector<void*>& outputs, const std::vector<uint64_t>& elements);
+void all_gather(const ExchangeContext& context, const Call& call, const void* input, const std::vector<void*>& outputs,
+                const std::vector<uint64_t>& elements);
 
 // Sends inputs[r] to rank r and receives incoming[r] values from it into outputs[r]. Zero elements, on any side, are
 // ordinary. Inputs and outputs do not overlap.

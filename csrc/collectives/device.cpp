@@ -16,8 +16,8 @@ class CpuDevice final : public Device {
   void copy(void* output, const void* input, uint64_t bytes) override {
     if (bytes != 0) std::memcpy(output, input, bytes);
   }
-  Encoded encode(const void* input, uint64_t elements, DType dtype, const EncodeOptions& options,
-                 uint64_t inline_bytes, uint8_t* statics, uint8_t* dynamic) override {
+  Encoded encode(const void* input, uint64_t elements, DType dtype, const EncodeOptions& options, uint64_t inline_bytes,
+                 uint8_t* statics, uint8_t* dynamic) override {
     return zipccl::encode(input, elements, dtype, options, inline_bytes, statics, dynamic);
   }
   void decode(const Message& message, uint64_t elements, DType dtype, void* output) override {

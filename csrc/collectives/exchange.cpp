@@ -219,10 +219,9 @@ class Exchange {
       encoding.static_size = static_size(part.elements, encoding.elements);
       encoding.statics = context_.workspace.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
       encoding.dynamic = context_.workspace.get(Workspace::kSendDynamic, peer, slot, dynamic);
-      const auto* data =
-          static_cast<const uint8_t*>(part.data) + k * segment_elements_ * element_bytes(call_.dtype);
-      encoding.encoded = context_.device.encode(data, encoding.elements, call_.dtype, options, pool,
-                                                encoding.statics, encoding.dynamic);
+      const auto* data = static_cast<const uint8_t*>(part.data) + k * segment_elements_ * element_bytes(call_.dtype);
+      encoding.encoded = context_.device.encode(data, encoding.elements, call_.dtype, options, pool, encoding.statics,
+                                                encoding.dynamic);
     }
   }
 
@@ -232,8 +231,8 @@ class Exchange {
       const int peer = (rank_ + step) % size_;
       const Encoding& encoding = encodings_[slot][peer];
       if (encoding.elements == 0 || !matched_[peer]) continue;
-      sends_[slot].emplace_back(
-          peer, context_.transport.send(peer, kStaticTag, encoding.statics, encoding.static_size));
+      sends_[slot].emplace_back(peer,
+                                context_.transport.send(peer, kStaticTag, encoding.statics, encoding.static_size));
       const uint64_t dynamic_size = encoding.encoded.dynamic_bytes;
       if (dynamic_size != 0) {
         sends_[slot].emplace_back(peer, context_.transport.send(peer, kDynamicTag, encoding.dynamic, dynamic_size));

@@ -29,9 +29,9 @@ const char* name(Collective collective);
 
 // What must be the same on all ranks of a group: part of the agreement at its start.
 struct ExchangeOptions {
-  bool code = true;                // false: messages travel plain
-  uint64_t min_bytes = 64 << 10;   // smaller parts travel plain
-  uint64_t segment_bytes = 4 << 20;  // raw bytes that a rank sends to all peers in one segment
+  bool code = true;                   // false: messages travel plain
+  uint64_t min_bytes = 64 << 10;      // smaller parts travel plain
+  uint64_t segment_bytes = 4 << 20;   // raw bytes that a rank sends to all peers in one segment
   double inline_fraction = 1.0 / 24;  // inline pool bytes per element
   bool checksum = false;
 };

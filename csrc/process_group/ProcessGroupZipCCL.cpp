@@ -1,12 +1,12 @@
 #include "process_group/ProcessGroupZipCCL.hpp"
 
 #include <pybind11/pybind11.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "collectives/backend_transport.h"
 
@@ -265,8 +265,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
   TORCH_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
                     " output lists, one a rank, got ", outputs.size());
   for (const auto& list : outputs) {
-    TORCH_CHECK_VALUE(list.size() == inputs.size(), "zipccl ", kName, ": every output list has a tensor for each of the ",
-                      inputs.size(), " inputs, got one with ", list.size());
+    TORCH_CHECK_VALUE(list.size() == inputs.size(), "zipccl ", kName,
+                      ": every output list has a tensor for each of the ", inputs.size(), " inputs, got one with ",
+                      list.size());
   }
   std::vector<Job> jobs;
   Tensors flat_outputs;
@@ -693,8 +694,9 @@ void ProcessGroupZipCCL::shutdown() {
 
 void ProcessGroupZipCCL::check_device(const char* collective, const Tensors& tensors) const {
   for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl ", collective, ": this build serves CPU tensors only, got one on ",
-                      tensor.device(), "; initialise with \"cpu:zipccl,cuda:nccl\" to have NCCL serve CUDA tensors");
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl ", collective,
+                      ": this build serves CPU tensors only, got one on ", tensor.device(),
+                      "; initialise with \"cpu:zipccl,cuda:nccl\" to have NCCL serve CUDA tensors");
   }
 }
 
@@ -725,14 +727,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
   const uint64_t sequence = sequence_ - 1;
   auto run = [this, collective, sequence, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
     Counters counters;
-    const ExchangeContext context{cpu_device(),       *transport_,
-                                  workspace_,         options_->exchange,
-                                  std::chrono::steady_clock::now() + timeout, counters};
+    const ExchangeContext context{
+        cpu_device(), *transport_, workspace_, options_->exchange, std::chrono::steady_clock::now() + timeout,
+        counters};
     // One group of mismatched or corrupted messages must not keep peers from the rest of a coalesced call.
     std::string error;
-    const auto report = [&](const std::string& what) {
-      error += (error.empty() ? "" : "; ") + what;
-    };
+    const auto report = [&](const std::string& what) { error += (error.empty() ? "" : "; ") + what; };
     std::string broken;
     for (const auto& job : jobs) {
       try {
