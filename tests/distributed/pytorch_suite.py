@@ -1,7 +1,7 @@
 """PyTorch's own tests of a distributed backend, from the installed wheel, over zipccl or over Gloo.
 
-    BACKEND=zipccl python pytorch_suite.py TestDistBackendWithFork.test_all_gather ...
-    BACKEND=gloo SHADOW=1 python pytorch_suite.py ...
+    BACKEND=zipccl python pytorch_suite.py test_all_gather test_broadcast ...
+    BACKEND=gloo SHADOW=1 python pytorch_suite.py
 
 Many of these tests are skipped by the backend's name. In shadow mode the name is "gloo", and what is called so is zipccl.
 """
@@ -9,9 +9,13 @@ Many of these tests are skipped by the backend's name. In shadow mode the name i
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing
 import os
+import sys
 import tempfile
+import time
+import unittest
 from types import SimpleNamespace
 
 os.environ.setdefault("BACKEND", "zipccl")
@@ -24,7 +28,6 @@ for folder in ("barrier", "test_dir", "init_dir"):
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.distributed_c10d as c10d  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
-from torch.testing._internal.common_utils import run_tests  # noqa: E402
 
 import zipccl  # noqa: E402, F401  (registers the backend)
 
@@ -40,7 +43,7 @@ if os.environ.get("SHADOW") == "1":
         def __instancecheck__(cls, backend: object) -> bool:
             return isinstance(backend, gloo) or getattr(backend, "name", lambda: "")() == "zipccl"
 
-        def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta | None = None):
+        def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta | None = None, **_):
             made[0] += 1
             options = SimpleNamespace(
                 store=store,
@@ -81,5 +84,28 @@ class TestDistBackendWithFork(distributed_test.TestDistBackend, distributed_test
         self._start_processes(multiprocessing.get_context("fork").Process)
 
 
+def main(names: list[str]) -> None:
+    """Runs these tests, or all. The result goes as JSON to the file that RESULT names."""
+    seconds: dict[str, float] = {}
+
+    class Result(unittest.TextTestResult):
+        def startTest(self, test: unittest.TestCase) -> None:
+            super().startTest(test)
+            seconds[test._testMethodName] = time.monotonic()
+
+        def stopTest(self, test: unittest.TestCase) -> None:
+            super().stopTest(test)
+            seconds[test._testMethodName] = time.monotonic() - seconds[test._testMethodName]
+
+    available = unittest.defaultTestLoader.getTestCaseNames(TestDistBackendWithFork)
+    suite = unittest.TestSuite(TestDistBackendWithFork(n) for n in available if n in names or not names)
+    result = unittest.TextTestRunner(verbosity=2, resultclass=Result).run(suite)
+    failed = {test._testMethodName: text for test, text in result.failures + result.errors}
+    skipped = {test._testMethodName: reason for test, reason in result.skipped}
+    summary = {"failed": failed, "skipped": skipped, "seconds": seconds}
+    with open(os.environ.get("RESULT", os.devnull), "w") as f:
+        json.dump(summary, f)
+
+
 if __name__ == "__main__":
-    run_tests()
+    main(sys.argv[1:])

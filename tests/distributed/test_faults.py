@@ -61,7 +61,7 @@ def coalesced(w: int) -> None:
 
 # pytorch 132696, 192105
 def never_joins(rank: int, world_size: int, store: dist.Store, call: str, mode: str) -> float:
-    init(rank, world_size, store, timeout=4, mode=mode, min_bytes=0)
+    init(rank, world_size, store, timeout=3, mode=mode, min_bytes=0)
     dist.barrier()
     if rank == world_size - 1:
         store.wait(["done"], seconds(40))  # alive, and never joins the call
@@ -82,7 +82,7 @@ def never_joins(rank: int, world_size: int, store: dist.Store, call: str, mode: 
 def test_a_peer_that_never_joins(call: str) -> None:
     ended = launch(2, never_joins, call=call, mode="zip")
     assert [e.state for e in ended] == ["ok"] * 2, explain(ended)
-    assert 3 < ended[0].value < 10, explain(ended)
+    assert 2 < ended[0].value < 10, explain(ended)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -92,9 +92,9 @@ def test_one_of_three_never_joins(call: str) -> None:
 
 
 def exception_leaves(rank: int, world_size: int, store: dist.Store) -> None:
-    init(rank, world_size, store, timeout=4, **ZIP)
+    init(rank, world_size, store, timeout=3, **ZIP)
     if rank == 1:
-        time.sleep(12)
+        time.sleep(6)
         os._exit(0)
     gather(rank, world_size)
 
@@ -119,9 +119,7 @@ assert out[0] == 1 and out[-1] == 2
 
 ENDS = {
     # name: (script, exit codes)
-    "destroyed": ("dist.destroy_process_group()", (0, 0)),
-    "without_destroy": ("", (0, 0)),
-    "exception": ("raise SystemExit(7)", (7, 7)),
+    "without_destroy": ("raise SystemExit(7)", (7, 7)),
     "pending_work": ("works = [dist.all_gather_into_tensor(out, x, async_op=True) for _ in range(50)]", (0, 0)),
     "peer_never_joins": (
         "if rank == 0: dist.all_gather_into_tensor(out, x)\ntime.sleep(6)",
@@ -305,7 +303,7 @@ def test_a_peer_that_is_late_but_in_time() -> None:
 
 
 def mistaken(rank: int, world_size: int, store: dist.Store, case: str) -> str:
-    init(rank, world_size, store, timeout=8, **ZIP)
+    init(rank, world_size, store, timeout=4, **ZIP)
     gather(rank, world_size)
     odd = rank == world_size - 1
     w = world_size

@@ -109,18 +109,13 @@ def test_fsdp2_equals_gloo_over_20_steps(rank: int, world_size: int) -> None:
 
 # DeepSpeed 4852, 6926
 @only_zipccl
-@ranks(2, 3, 4)
+@ranks(2, 3)
 def test_fsdp2_is_the_same_with_compression_on_and_off(rank: int, world_size: int) -> None:
-    raw = fsdp_losses(mesh_over(RAW, world_size), rank, 20)
-    assert_same(fsdp_losses(mesh_over(ZIP, world_size), rank, 20), raw)
-    assert_same(fsdp_losses(mesh_over(dict(ZIP, segment_bytes=8192), world_size), rank, 3), tuple_of(raw, rank, world_size))
-
-
-def tuple_of(raw: tuple, rank: int, world_size: int) -> tuple:
-    """Three steps over the raw path, for a run that is as short."""
-    short = fsdp_losses(mesh_over(RAW, world_size), rank, 3)
-    assert short[0] == raw[0][:3]
-    return short
+    steps = 20 if world_size == 2 else 6
+    raw = fsdp_losses(mesh_over(RAW, world_size), rank, steps)
+    assert_same(fsdp_losses(mesh_over(ZIP, world_size), rank, steps), raw)
+    segments = fsdp_losses(mesh_over(dict(ZIP, segment_bytes=8192), world_size), rank, 3)
+    assert segments[0] == raw[0][:3]
 
 
 # pytorch 155903
@@ -211,7 +206,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(gradient, n_in, n_out, ctx.group), None, None, None
 
 
-WIDE = 512
+WIDE = 256
 
 
 def tokens_of(rank: int, count: int) -> torch.Tensor:
@@ -272,11 +267,11 @@ def imbalanced(case: str, w: int) -> list[list[int]]:
     count = 120
     return {
         "hot_expert": [[0 if t % 8 else (t // 8) % w for t in range(count)] for _ in range(w)],
-        "hot_rank": [[t % w for t in range(count * (8 if r == 0 else 1))] for r in range(w)],
+        "hot_rank": [[t % w for t in range(count * (5 if r == 0 else 1))] for r in range(w)],
         "ragged_source": [[(t * t + r) % w for t in range(1 + 37 * r)] for r in range(w)],
         "rank_without_tokens": [[t % w for t in range(0 if r == w - 1 else count)] for r in range(w)],
         "expert_without_tokens": [[t % max(1, w - 1) for t in range(count)] for _ in range(w)],
-        "burst": [[r if t < 900 else (r + 1) % w for t in range(1000)] for r in range(w)],
+        "burst": [[r if t < 450 else (r + 1) % w for t in range(500)] for r in range(w)],
         "nobody_has_tokens": [[] for _ in range(w)],
     }[case]
 
