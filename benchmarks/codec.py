@@ -210,7 +210,8 @@ def ratio_table(ratios: dict[str, dict[str, dict[str, float]]]) -> Table:
         table.add_column(column, justify="left" if column in ("data", "compressor") else "right")
     for data, rows in ratios.items():
         for compressor, row in rows.items():
-            table.add_row(data, compressor, f"{row['ratio']:.4f}", *(f"{row[key]:.3f}" for key in ("encode", "decode")))
+            speeds = (f"{row[key]:.3f}" if key in row else "" for key in ("encode", "decode"))
+            table.add_row(data, compressor, f"{row['ratio']:.4f}", *speeds)
         table.add_section()
     return table
 

@@ -204,7 +204,7 @@ def _worker(rank: int, conn: Connection, log: str, path: list[str]) -> None:
                 conn.send(("ok", None))
         except pytest.skip.Exception as skipped:
             conn.send(("skip", str(skipped)))
-        except BaseException:  # noqa: BLE001  (the parent judges)
+        except BaseException:
             conn.send(("failed", traceback.format_exc()))
 
 

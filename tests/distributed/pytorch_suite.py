@@ -3,7 +3,7 @@
     BACKEND=zipccl python pytorch_suite.py test_all_gather test_broadcast ...
     BACKEND=gloo SHADOW=1 python pytorch_suite.py
 
-Many of these tests are skipped by the backend's name. In shadow mode the name is "gloo", and what is called so is zipccl.
+Many of these tests are skipped by the backend's name. In shadow mode the name is "gloo", and what bears it is zipccl.
 """
 
 from __future__ import annotations

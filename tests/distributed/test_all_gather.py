@@ -18,7 +18,6 @@ MODES = {
     "segments": dict(mode="zip", min_bytes=0, segment_bytes=32768),
     "no_inline": dict(mode="zip", min_bytes=0, inline_fraction=0.0),
     "checksum": dict(mode="zip", min_bytes=0, checksum=True),
-    "sigma": dict(mode="zip", min_bytes=0, window="sigma"),
 }
 LARGE = 8192 * 4 + 5  # as bf16, just above the default min_bytes
 
@@ -40,7 +39,9 @@ def into_tensor(outputs: list[torch.Tensor], x: torch.Tensor, g: dist.ProcessGro
 FORMS = {"list": by_list, "into_tensor": into_tensor}
 
 
-def check(form: str, kind: str | torch.dtype, n: int, rank: int, world_size: int, options: dict, async_op: bool) -> None:
+def check(
+    form: str, kind: str | torch.dtype, n: int, rank: int, world_size: int, options: dict, async_op: bool
+) -> None:
     x = data(kind, n, rank)
     outputs = [torch.ones(n, dtype=x.dtype) for _ in range(world_size)]
     work = FORMS[form](outputs, x, group(**options), async_op)

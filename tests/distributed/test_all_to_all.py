@@ -15,7 +15,13 @@ def piece(kind: str | torch.dtype, rows: int, width: int, sender: int, receiver:
 
 
 def exchange(
-    kind: str | torch.dtype, table: list[list[int]], width: int, rank: int, g, async_op: bool = False, form: str = "single"
+    kind: str | torch.dtype,
+    table: list[list[int]],
+    width: int,
+    rank: int,
+    g,
+    async_op: bool = False,
+    form: str = "single",
 ) -> None:
     """splits: table[i][j] rows go from rank i to rank j."""
     w = len(table)

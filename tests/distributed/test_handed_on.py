@@ -1,4 +1,4 @@
-"""Everything that is not compressed works as on the wrapped backend, and where Gloo lacks something, works all the same."""
+"""What is not compressed works as on the wrapped backend; where Gloo lacks something, it works all the same."""
 
 from __future__ import annotations
 

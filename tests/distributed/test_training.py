@@ -194,14 +194,14 @@ class Exchange(torch.autograd.Function):
     """Rows to their experts; backwards the gradients to where the rows came from."""
 
     @staticmethod
-    def forward(ctx, x, n_out, n_in, g):  # noqa: ANN001
+    def forward(ctx, x, n_out, n_in, g):
         ctx.splits, ctx.group = (n_out, n_in), g
         out = x.new_empty(sum(n_out), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), n_out, n_in, group=g)
         return out
 
     @staticmethod
-    def backward(ctx, gradient):  # noqa: ANN001
+    def backward(ctx, gradient):
         n_out, n_in = ctx.splits
         return Exchange.apply(gradient, n_in, n_out, ctx.group), None, None, None
 
@@ -282,7 +282,15 @@ def imbalanced(case: str, w: int) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(
     "case",
-    ["hot_expert", "hot_rank", "ragged_source", "rank_without_tokens", "expert_without_tokens", "burst", "nobody_has_tokens"],
+    [
+        "hot_expert",
+        "hot_rank",
+        "ragged_source",
+        "rank_without_tokens",
+        "expert_without_tokens",
+        "burst",
+        "nobody_has_tokens",
+    ],
 )
 def test_imbalance_equals_one_process(rank: int, world_size: int, case: str, dtype: torch.dtype) -> None:
     routes = imbalanced(case, world_size)
