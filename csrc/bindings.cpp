@@ -2,24 +2,21 @@
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
 
-#include "process_group/ProcessGroupZipCCL.hpp"
+#include <algorithm>
+
+#include "process_group/ProcessGroupZipCCL.h"
+#include "process_group/tensor.h"
 
 namespace py = pybind11;
 using namespace zipccl;
 
 namespace {
 
-DType message_dtype(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 ? DType::kBFloat16
-         : tensor.scalar_type() == at::kFloat  ? DType::kFloat32
-                                               : DType::kBytes;
-}
-
 at::Tensor encode_tensor(const at::Tensor& tensor, std::optional<double> sigma) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl.encode: expects a CPU tensor, got one on ", tensor.device());
-  const at::Tensor input = tensor.contiguous().resolve_conj().resolve_neg();
-  const DType dtype = message_dtype(input);
-  const uint64_t elements = dtype == DType::kBytes ? input.nbytes() : input.numel();
+  const at::Tensor input = dense(tensor);
+  const DType dtype = dtype_of(input);
+  const uint64_t elements = message_elements(input);
   EncodeOptions options;
   options.checksum = true;
   std::vector<int16_t> tops;
@@ -40,9 +37,7 @@ void check_buffer(const at::Tensor& buffer) {
 void decode_into(const at::Tensor& buffer, at::Tensor output) {
   check_buffer(buffer);
   const Message message = contiguous_message(buffer.const_data_ptr<uint8_t>(), buffer.numel());
-  const DType dtype = message_dtype(output);
-  const uint64_t elements = dtype == DType::kBytes ? output.nbytes() : output.numel();
-  decode(message, elements, dtype, output.data_ptr());
+  decode(message, message_elements(output), dtype_of(output), output.data_ptr());
 }
 
 py::dict as_dict(const CollectiveStats& stats) {
@@ -83,19 +78,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("coder_name", &coder_name);
   module.def("set_coder", &set_coder, py::arg("name"));
 
-  py::enum_<RouteMode>(module, "Mode")
-      .value("AUTO", RouteMode::kAuto)
-      .value("ZIP", RouteMode::kZip)
-      .value("RAW", RouteMode::kRaw)
-      .value("NATIVE", RouteMode::kNative);
-
   py::class_<ZipCCLOptions, c10::intrusive_ptr<ZipCCLOptions>, c10d::Backend::Options>(module, "Options")
       .def(py::init<>())
       .def_property(
-          "_mode", [](const ZipCCLOptions& options) { return options.mode; },
-          [](ZipCCLOptions& options, RouteMode mode) {
-            options.mode = mode;
-            options.exchange.code = mode == RouteMode::kAuto || mode == RouteMode::kZip;
+          "mode", [](const ZipCCLOptions& options) { return kRouteModes[static_cast<int>(options.mode)]; },
+          [](ZipCCLOptions& options, const std::string& name) {
+            const auto* found = std::find(std::begin(kRouteModes), std::end(kRouteModes), name);
+            TORCH_CHECK_VALUE(found != std::end(kRouteModes), "zipccl: unknown mode '", name, "'");
+            options.mode = static_cast<RouteMode>(found - kRouteModes);
+            options.exchange.code = options.mode == RouteMode::kAuto || options.mode == RouteMode::kZip;
           })
       .def_property(
           "min_bytes", [](const ZipCCLOptions& options) { return options.exchange.min_bytes; },
@@ -108,17 +99,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](ZipCCLOptions& options, double fraction) { options.exchange.inline_fraction = fraction; })
       .def_property(
           "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
-          [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; })
-      // c10d's split_group deep-copies a backend's options.
-      .def("__deepcopy__",
-           [](const ZipCCLOptions& options, const py::dict&) { return c10::make_intrusive<ZipCCLOptions>(options); });
+          [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; });
 
   py::class_<ProcessGroupZipCCL, c10::intrusive_ptr<ProcessGroupZipCCL>, c10d::Backend>(module, "ProcessGroupZipCCL")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> plain, c10::intrusive_ptr<c10d::Backend> exchange,
-                       c10::intrusive_ptr<ZipCCLOptions> options) {
-             return c10::make_intrusive<ProcessGroupZipCCL>(std::move(plain), std::move(exchange), std::move(options));
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, c10::intrusive_ptr<c10d::Backend> plain,
+                       c10::intrusive_ptr<c10d::Backend> exchange, c10::intrusive_ptr<ZipCCLOptions> options) {
+             return c10::make_intrusive<ProcessGroupZipCCL>(store, std::move(plain), std::move(exchange),
+                                                            std::move(options));
            }),
-           py::arg("plain"), py::arg("exchange"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
+           py::arg("store"), py::arg("plain"), py::arg("exchange"), py::arg("options"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &ProcessGroupZipCCL::options)
       .def_property_readonly("plain", &ProcessGroupZipCCL::plain, "The wrapped backend for calls that are handed on.")
       .def_property_readonly("exchange_backend", &ProcessGroupZipCCL::exchange_backend,

@@ -1,4 +1,3 @@
-from enum import Enum
 from typing import Any
 
 import torch
@@ -8,14 +7,8 @@ FORMAT_VERSION: int
 
 class FormatError(ValueError): ...
 
-class Mode(Enum):
-    AUTO = ...
-    ZIP = ...
-    RAW = ...
-    NATIVE = ...
-
 class Options(Backend.Options):
-    _mode: Mode
+    mode: str
     min_bytes: int
     segment_bytes: int
     inline_fraction: float
@@ -23,7 +16,7 @@ class Options(Backend.Options):
     def __init__(self) -> None: ...
 
 class ProcessGroupZipCCL(Backend):
-    def __init__(self, plain: Any, exchange: Any, options: Options) -> None: ...
+    def __init__(self, store: Any, plain: Any, exchange: Any, options: Options) -> None: ...
     @property
     def options(self) -> Options: ...
     @property

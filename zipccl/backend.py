@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from zipccl import _C
 from zipccl.options import Options
 
 BACKEND = "zipccl"
-
-# The world's options: groups that are made without any, as DeviceMesh and frameworks do, have the same.
-_world_options: Options | None = None
 
 
 def _wrapped(name: str, distributed_options: Any) -> ProcessGroupGloo:
@@ -26,40 +23,30 @@ def _wrapped(name: str, distributed_options: Any) -> ProcessGroupGloo:
     return gloo
 
 
-def _check_agreement(store: Store, rank: int, size: int, group: str, options: Options) -> None:
-    """Raises on every rank if any rank has another version or other options."""
-
-    def describe(version: int, options: Options) -> str:
-        return f"wire format {version} and {options!r}"
-
-    mine = describe(_C.FORMAT_VERSION, options)
-    store.set(f"options/{rank}", mine)
-    for other in range(size):
-        theirs = store.get(f"options/{other}").decode()
-        if theirs != mine:
-            raise RuntimeError(
-                f"zipccl: the ranks of group {group!r} do not agree: rank {rank} has {mine}, rank {other} has "
-                f"{theirs}. Install one version everywhere and give all ranks the same options and ZIPCCL_* variables."
-            )
+def _world_options() -> Options | None:
+    """The default group's options: groups that are made without any, as DeviceMesh and frameworks do, have the same."""
+    if not dist.is_initialized():
+        return None
+    try:
+        return Options.of(backend_of().options)
+    except ValueError:
+        return None
 
 
 def create(distributed_options: Any, backend_options: Options | None = None) -> _C.ProcessGroupZipCCL:
     """Makes the backend of a group; called by torch.distributed on all its ranks."""
-    global _world_options
-    if backend_options is not None and not isinstance(backend_options, Options):
+    if backend_options is not None and not isinstance(backend_options, _C.Options):
         raise ValueError(f"zipccl: pg_options must be a zipccl.Options, got {type(backend_options).__name__}")
-    is_world = not dist.is_initialized()
-    chosen = backend_options or (None if is_world else _world_options) or Options()
-    if is_world:
-        _world_options = chosen
-    options = Options(**chosen.values())  # the group's own: its timeout may change later
+    # The group's own copy: its timeout may change later.
+    options = Options.of(backend_options) if backend_options is not None else _world_options() or Options()
     options._timeout = distributed_options.timeout
-    rank, size = distributed_options.group_rank, distributed_options.group_size
-    _check_agreement(distributed_options.store, rank, size, distributed_options.group_id, options)
     # Two: one serves what is handed on, on the caller's thread, the other the worker. In one, their orders would race.
     # Gloo's meshes need every rank, so that both are made now: later, some ranks might be alone in a send.
     return _C.ProcessGroupZipCCL(
-        _wrapped("plain", distributed_options), _wrapped("exchange", distributed_options), options
+        distributed_options.store,
+        _wrapped("plain", distributed_options),
+        _wrapped("exchange", distributed_options),
+        options,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zipccl import _C
 
-_MODES = {"auto": _C.Mode.AUTO, "zip": _C.Mode.ZIP, "raw": _C.Mode.RAW, "native": _C.Mode.NATIVE}
+_MODES = ("auto", "zip", "raw", "native")
 _WINDOWS = ("sample",)
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
@@ -76,9 +76,6 @@ class Options(_C.Options):
         checksum: Every message carries a checksum and is verified by its receivers.
     """
 
-    mode: str
-    window: str
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         unknown = sorted(set(options) - set(_DEFAULTS))
@@ -87,21 +84,26 @@ class Options(_C.Options):
                 f"zipccl.Options: unknown option {', '.join(map(repr, unknown))}; the options are "
                 + ", ".join(_DEFAULTS)
             )
-        values = {name: options.get(name, _from_environment(name)) for name in _DEFAULTS}
-        self.mode = _choice("mode", values["mode"], tuple(_MODES))
-        self._mode = _MODES[self.mode]
+        values = {name: options[name] if name in options else _from_environment(name) for name in _DEFAULTS}
+        self.mode = _choice("mode", values["mode"], _MODES)
         self.min_bytes = _bytes("min_bytes", values["min_bytes"], 0)
         self.segment_bytes = _bytes("segment_bytes", values["segment_bytes"], 1)
         self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
         self.window = _choice("window", values["window"], _WINDOWS)
         self.checksum = _boolean("checksum", values["checksum"])
 
-    def values(self) -> dict[str, Any]:
-        """The options by name."""
-        return {name: getattr(self, name) for name in _DEFAULTS}
+    @classmethod
+    def of(cls, options: _C.Options) -> Options:
+        """A copy of a group's options."""
+        copy = cls(**{name: getattr(options, name, default) for name, (default, _) in _DEFAULTS.items()})
+        copy._timeout = options._timeout
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:  # by c10d's split_group
+        return Options.of(self)
 
     def __repr__(self) -> str:
-        return "zipccl.Options(" + ", ".join(f"{name}={value!r}" for name, value in self.values().items()) + ")"
+        return "zipccl.Options(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _DEFAULTS) + ")"
 
 
 def _from_environment(name: str) -> Any:

@@ -23,7 +23,8 @@ inline uint8_t window_top(float sigma) {
   const float scaled = 2.43f * sigma;
   uint32_t bits;
   std::memcpy(&bits, &scaled, sizeof bits);
-  return static_cast<uint8_t>(bits >> 23);
+  const uint32_t top = bits >> 23;
+  return static_cast<uint8_t>(top < 6 ? 6 : top);  // there are no exponents below 0
 }
 
 // Counts of exponent fields in a sample of a chunk.

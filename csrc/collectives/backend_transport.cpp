@@ -5,10 +5,12 @@ namespace {
 
 class PostedWork final : public Posted {
  public:
-  explicit PostedWork(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
-  void wait(std::chrono::milliseconds timeout) override { work_->wait(timeout); }
+  PostedWork(BackendTransport& transport, c10::intrusive_ptr<c10d::Work> work)
+      : transport_(transport), work_(std::move(work)) {}
+  void wait(std::chrono::milliseconds timeout) override { transport_.wait(*work_, timeout); }
 
  private:
+  BackendTransport& transport_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
@@ -17,9 +19,9 @@ std::vector<at::Tensor> as_tensors(const void* data, uint64_t bytes) {
 }
 
 template <typename Post>
-std::unique_ptr<Posted> posted(const char* what, int peer, Post post) {
+std::unique_ptr<Posted> posted(BackendTransport& transport, const char* what, int peer, Post post) {
   try {
-    return std::make_unique<PostedWork>(post());
+    return std::make_unique<PostedWork>(transport, post());
   } catch (const std::exception& error) {
     throw TransportError(std::string(what) + " rank " + std::to_string(peer) + " failed: " + error.what());
   }
@@ -29,12 +31,38 @@ std::unique_ptr<Posted> posted(const char* what, int peer, Post post) {
 
 std::unique_ptr<Posted> BackendTransport::send(int peer, int tag, const void* data, uint64_t bytes) {
   auto tensors = as_tensors(data, bytes);
-  return posted("sending to", peer, [&] { return backend_->send(tensors, peer, tag); });
+  return posted(*this, "sending to", peer, [&] { return backend_->send(tensors, peer, tag); });
 }
 
 std::unique_ptr<Posted> BackendTransport::receive(int peer, int tag, void* data, uint64_t bytes) {
   auto tensors = as_tensors(data, bytes);
-  return posted("receiving from", peer, [&] { return backend_->recv(tensors, peer, tag); });
+  return posted(*this, "receiving from", peer, [&] { return backend_->recv(tensors, peer, tag); });
+}
+
+void BackendTransport::wait(c10d::Work& work, std::chrono::milliseconds timeout) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) throw TransportError("the group was aborted");
+    waiting_ = &work;
+  }
+  bool arrived = false;
+  std::exception_ptr error;
+  try {
+    arrived = work.wait(timeout);  // false after Work::abort
+  } catch (...) {
+    error = std::current_exception();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  waiting_ = nullptr;
+  if (!arrived && aborted_) throw TransportError("the group was aborted");
+  if (error) std::rethrow_exception(error);
+  if (!arrived) throw TransportError("the wait was aborted");
+}
+
+void BackendTransport::abort() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  aborted_ = true;
+  if (waiting_) waiting_->abort();
 }
 
 }  // namespace zipccl

@@ -1,6 +1,7 @@
 // A transport over the sends and receives of a c10d backend.
 #pragma once
 
+#include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/transport.h"
@@ -15,9 +16,15 @@ class BackendTransport final : public Transport {
   int size() const override { return backend_->getSize(); }
   std::unique_ptr<Posted> send(int peer, int tag, const void* data, uint64_t bytes) override;
   std::unique_ptr<Posted> receive(int peer, int tag, void* data, uint64_t bytes) override;
+  void abort() override;
+
+  void wait(c10d::Work& work, std::chrono::milliseconds timeout);
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::mutex mutex_;
+  c10d::Work* waiting_ = nullptr;
+  bool aborted_ = false;
 };
 
 }  // namespace zipccl

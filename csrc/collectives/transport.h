@@ -18,7 +18,7 @@ class Posted {
 };
 
 // Between two ranks, operations with the same tag match in the order in which they were posted, and a receive has
-// exactly the size of its send. Not thread-safe: one schedule at a time uses a transport.
+// exactly the size of its send. Not thread-safe but for abort(): one schedule at a time uses a transport.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -26,6 +26,8 @@ class Transport {
   virtual int size() const = 0;
   virtual std::unique_ptr<Posted> send(int peer, int tag, const void* data, uint64_t bytes) = 0;
   virtual std::unique_ptr<Posted> receive(int peer, int tag, void* data, uint64_t bytes) = 0;
+  // Makes the wait that is going on, and all later ones, fail. From any thread.
+  virtual void abort() = 0;
 };
 
 // The connection to a peer failed or timed out. What the peer was to receive or send is lost, so the transport cannot

@@ -1,4 +1,4 @@
-#include "process_group/ProcessGroupZipCCL.hpp"
+#include "process_group/ProcessGroupZipCCL.h"
 
 #include <pybind11/pybind11.h>
 
@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "collectives/backend_transport.h"
+#include "process_group/tensor.h"
 
 namespace zipccl {
 namespace {
@@ -16,19 +17,6 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using c10d::OpType;
 using c10d::ReduceOp;
-
-DType dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 ? DType::kBFloat16
-         : tensor.scalar_type() == at::kFloat  ? DType::kFloat32
-                                               : DType::kBytes;
-}
-
-// Elements as a message counts them: bytes, where the dtype is not one that is coded.
-uint64_t message_elements(const at::Tensor& tensor) {
-  return dtype_of(tensor) == DType::kBytes ? tensor.nbytes() : tensor.numel();
-}
-
-at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous().resolve_conj().resolve_neg(); }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
@@ -40,7 +28,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 class Target {
  public:
   explicit Target(const at::Tensor& tensor)
-      : tensor_(tensor), dense_(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options())) {}
+      : tensor_(tensor), dense_(is_dense(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options())) {}
   const at::Tensor& dense() const { return dense_; }
   void copy_back() {
     if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
@@ -121,7 +109,9 @@ at::Tensor to_be_summed(const at::Tensor& tensor, const ReduceOp& operation) {
 
 void from_sum(const at::Tensor& output, const at::Tensor& sum, const ReduceOp& operation, int size) {
   at::Tensor result = sum.view(output.sizes());
-  if (operation == ReduceOp::AVG) result = at::div(result, size, "trunc");
+  if (operation == ReduceOp::AVG) {
+    result = at::isIntegralType(output.scalar_type(), false) ? at::div(result, size, "trunc") : at::div(result, size);
+  }
   output.copy_(result);
 }
 
@@ -148,9 +138,17 @@ void check_same_dtype(const char* collective, const Tensors& tensors, const at::
 }
 
 void check_contiguous(const char* collective, const at::Tensor& output) {
-  TORCH_CHECK_VALUE(output.is_contiguous(), "zipccl ", collective,
-                    ": the output tensor must be contiguous, its strides are ", output.strides(),
-                    "; pass a contiguous tensor and copy it, or use the list form");
+  TORCH_CHECK_VALUE(is_dense(output), "zipccl ", collective, ": the output tensor must be contiguous, its strides are ",
+                    output.strides(), "; pass a contiguous tensor and copy it, or use the list form");
+}
+
+// Gloo takes a tensor's memory from its first to its last element for its values.
+void check_no_gaps(const char* collective, const Tensors& tensors) {
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.layout() != at::kStrided || tensor.is_non_overlapping_and_dense(), "zipccl ", collective,
+                      ": the tensor must not have gaps, its strides are ", tensor.strides(),
+                      "; pass a contiguous tensor and copy it");
+  }
 }
 
 uint64_t largest(const Tensors& tensors) {
@@ -164,6 +162,19 @@ bool same_sizes(const Tensors& tensors) {
                      [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
+void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions& options) {
+  const auto key = [](int rank) { return c10::str("zipccl/options/", rank); };
+  const std::string mine = options.describe();
+  store.set(key(rank), std::vector<uint8_t>(mine.begin(), mine.end()));
+  for (int other = 0; other < size; other++) {
+    const auto value = store.get(key(other));
+    const std::string theirs(value.begin(), value.end());
+    TORCH_CHECK(theirs == mine, "zipccl: the ranks of the group do not agree: rank ", rank, " has ", mine, ", rank ",
+                other, " has ", theirs,
+                ". Install one version everywhere and give all ranks the same zipccl.Options and ZIPCCL_* variables.");
+  }
+}
+
 Tensors chunks(const at::Tensor& tensor, int size) {
   const int64_t elements = tensor.numel() / size;
   const at::Tensor flat = tensor.view({-1});
@@ -174,25 +185,29 @@ Tensors chunks(const at::Tensor& tensor, int size) {
 
 }  // namespace
 
-ProcessGroupZipCCL::ProcessGroupZipCCL(Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
-                                       Ptr<ZipCCLOptions> options)
+ProcessGroupZipCCL::ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::Backend> plain,
+                                       Ptr<c10d::Backend> exchange, Ptr<ZipCCLOptions> options)
     : c10d::Backend(plain->getRank(), plain->getSize()),
       plain_(std::move(plain)),
       exchange_(std::move(exchange)),
       options_(std::move(options)),
       transport_(std::make_unique<BackendTransport>(exchange_)),
-      workspace_(cpu_device()),
-      worker_(std::make_unique<Worker>()) {
+      workspace_(cpu_device()) {
   init();
+  coder_name();  // a ZIPCCL_CPU that this processor cannot run fails here, on this rank's thread
+  check_agreement(*store, rank_, size_, *options_);
 }
 
 ProcessGroupZipCCL::~ProcessGroupZipCCL() {
-  // The worker's last reference to a tensor may need the GIL, so it must not be held while waiting for the worker.
+  // The last reference to a tensor and the callbacks of a future may need the GIL, so it must not be held while waiting
+  // for threads, ours or Gloo's.
   std::optional<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release.emplace();
-  worker_.reset();
+  worker_.stop();
+  coalesced_.clear();
   transport_.reset();
   exchange_.reset();
+  plain_.reset();
 }
 
 // ---- All-gather
@@ -210,8 +225,8 @@ ProcessGroupZipCCL::Job ProcessGroupZipCCL::all_gather_job(const Tensors& output
     const bool in_place = r == rank_ && target.const_data_ptr() == source.const_data_ptr();
     if (!in_place && overlap(source, target)) source = source.clone();
   }
-  const Call call{Collective::kAllGather, sequence_++, dtype_of(input)};
-  return [call, targets, source](const ExchangeContext& context) mutable {
+  return [targets, source](const ExchangeContext& context, uint64_t sequence) mutable {
+    const Call call{Collective::kAllGather, sequence, dtype_of(source)};
     std::vector<void*> outputs;
     std::vector<uint64_t> elements;
     for (const auto& target : targets) {
@@ -269,21 +284,28 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       ": every output list has a tensor for each of the ", inputs.size(), " inputs, got one with ",
                       list.size());
   }
+  std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
+  bool native = true;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    for (const auto& list : outputs) of_input[i].push_back(list[i]);
+    check_device(kName, {inputs[i]});
+    check_device(kName, of_input[i]);
+    check_same_dtype(kName, of_input[i], inputs[i]);
+    TORCH_CHECK_VALUE(of_input[i][rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
+                      " of this rank has ", of_input[i][rank_].numel(), " elements, the input ", inputs[i].numel());
+    native = native && !exchanges(inputs[i], largest(of_input[i])) && same_sizes(of_input[i]) &&
+             gloo_knows(inputs[i].scalar_type());
+  }
+  if (native) {
+    count_native(kName);
+    return coalesced(plain_->allgather_coalesced(outputs, inputs, options));
+  }
   std::vector<Job> jobs;
   Tensors flat_outputs;
-  for (size_t i = 0; i < inputs.size(); i++) {
-    Tensors of_input;
-    for (const auto& list : outputs) of_input.push_back(list[i]);
-    check_device(kName, {inputs[i]});
-    check_device(kName, of_input);
-    check_same_dtype(kName, of_input, inputs[i]);
-    TORCH_CHECK_VALUE(of_input[rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
-                      " of this rank has ", of_input[rank_].numel(), " elements, the input ", inputs[i].numel());
-    jobs.push_back(all_gather_job(of_input, inputs[i]));
-    flat_outputs.insert(flat_outputs.end(), of_input.begin(), of_input.end());
-  }
+  for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(of_input[i], inputs[i]));
+  for (const auto& list : outputs) flat_outputs.insert(flat_outputs.end(), list.begin(), list.end());
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER_COALESCED, inputs, flat_outputs, options.timeout,
-                         std::move(jobs));
+                         std::move(jobs), c10::IValue(outputs));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesced(
@@ -322,8 +344,9 @@ ProcessGroupZipCCL::Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor&
     sources.push_back(source);
   }
   const Reduce reduce = reduce_of(operation, size_);
-  const Call call{Collective::kReduceScatter, sequence_++, dtype_of(output), static_cast<uint8_t>(operation.op_)};
-  return [call, reduce, target, sources](const ExchangeContext& context) mutable {
+  const auto code = static_cast<uint8_t>(operation.op_);
+  return [code, reduce, target, sources](const ExchangeContext& context, uint64_t sequence) mutable {
+    const Call call{Collective::kReduceScatter, sequence, dtype_of(target.dense()), code};
     std::vector<Part> parts;
     for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
     zipccl::reduce_scatter(context, call, parts, reduce, target.dense().data_ptr());
@@ -428,16 +451,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
                                                               Tensors result_outputs, Tensors result_inputs,
                                                               OpType type, std::chrono::milliseconds timeout) {
   auto targets = targets_of(outputs);
+  const bool aliased = std::any_of(result_inputs.begin(), result_inputs.end(), [&](const at::Tensor& input) {
+    return std::any_of(result_outputs.begin(), result_outputs.end(),
+                       [&](const at::Tensor& output) { return overlap(input, output); });
+  });
   Tensors sources;
-  for (const auto& input : inputs) {
-    at::Tensor source = dense(input);
-    for (const auto& target : targets) {
-      if (overlap(source, target.dense())) source = source.clone();
-    }
-    sources.push_back(source);
-  }
-  const Call call{Collective::kAllToAll, sequence_++, dtype_of(inputs[0])};
-  Job job = [call, targets, sources](const ExchangeContext& context) mutable {
+  for (const auto& input : inputs)
+    sources.push_back(aliased ? input.clone(at::MemoryFormat::Contiguous) : dense(input));
+  for (auto& source : sources) source = dense(source);
+  Job job = [targets, sources](const ExchangeContext& context, uint64_t sequence) mutable {
+    const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0])};
     std::vector<Part> parts;
     std::vector<void*> memory;
     std::vector<uint64_t> elements;
@@ -480,15 +503,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
     return tensor.split_with_sizes(rows_of);
   };
   const Tensors outputs = split("output", output, output_splits);
-  const Tensors inputs = split("input", dense(input), input_splits);
+  at::Tensor source = dense(input);
+  const Tensors inputs = split("input", source, input_splits);
   const bool codable = dtype_of(input) != DType::kBytes && options_->mode != RouteMode::kNative;
   if (!codable && gloo_knows(input.scalar_type())) {
     count_native(kName);
     // Gloo empties the vectors that it is given.
     auto output_copy = output_splits, input_copy = input_splits;
-    return coalesced(plain_->alltoall_base(output, input, output_copy, input_copy, options));
+    return coalesced(plain_->alltoall_base(output, source, output_copy, input_copy, options));
   }
-  return all_to_all(outputs, inputs, {output}, {input}, OpType::ALLTOALL_BASE, options.timeout);
+  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, options.timeout);
 }
 
 // Always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the others.
@@ -499,8 +523,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Te
     TORCH_CHECK_VALUE(list->size() == static_cast<size_t>(size_), "zipccl ", kName, ": expects ", size_,
                       " tensors in each list, one a rank, got ", list->size());
     check_device(kName, *list);
-    check_same_dtype(kName, *list, inputs[0]);
   }
+  check_same_dtype(kName, outputs, inputs[0]);
+  check_same_dtype(kName, inputs, inputs[0]);
   return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, options.timeout);
 }
 
@@ -508,13 +533,15 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Te
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   check_device("broadcast", tensors);
+  check_no_gaps("broadcast", tensors);
   count_native("broadcast");
   auto known = as_gloo_knows("broadcast", tensors);
-  return coalesced(plain_->broadcast(known, options));
+  return handed_on("broadcast", OpType::BROADCAST, plain_->broadcast(known, options), tensors, options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   check_device("all_reduce", tensors);
+  check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
   const ReduceOp operation = options.reduceOp;
   if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
@@ -545,12 +572,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& 
   });
   if (lacks) return allreduce(tensors, options);
   check_device("all_reduce", tensors);
+  check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
   return coalesced(plain_->allreduce_coalesced(tensors, options));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   check_device("reduce", tensors);
+  check_no_gaps("reduce", tensors);
   count_native("reduce");
   const ReduceOp operation = options.reduceOp;
   if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
@@ -576,7 +605,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::gather(std::vector<Tensors>& 
   count_native("gather");
   auto known_outputs = as_gloo_knows("gather", outputs);
   auto known_inputs = as_gloo_knows("gather", inputs);
-  return coalesced(plain_->gather(known_outputs, known_inputs, options));
+  const Tensors& results = outputs.empty() ? Tensors{} : outputs[0];
+  return handed_on("gather", OpType::GATHER, plain_->gather(known_outputs, known_inputs, options), results,
+                   options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -585,25 +616,26 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std
   count_native("scatter");
   auto known_outputs = as_gloo_knows("scatter", outputs);
   auto known_inputs = as_gloo_knows("scatter", inputs);
-  return coalesced(plain_->scatter(known_outputs, known_inputs, options));
+  return handed_on("scatter", OpType::SCATTER, plain_->scatter(known_outputs, known_inputs, options), outputs,
+                   options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::send(Tensors& tensors, int peer, int tag) {
   check_device("send", tensors);
   count_native("send");
-  return coalesced(plain_->send(tensors, peer, tag));
+  return point_to_point(plain_->send(tensors, peer, tag));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recv(Tensors& tensors, int peer, int tag) {
   check_device("recv", tensors);
   count_native("recv");
-  return coalesced(plain_->recv(tensors, peer, tag));
+  return point_to_point(plain_->recv(tensors, peer, tag));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recvAnysource(Tensors& tensors, int tag) {
   check_device("recv", tensors);
   count_native("recv");
-  return coalesced(plain_->recvAnysource(tensors, tag));
+  return point_to_point(plain_->recvAnysource(tensors, tag));
 }
 
 // As Gloo's own: done when all ranks are here and this rank's earlier calls are done.
@@ -616,7 +648,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::barrier(const c10d::BarrierOp
 
 void ProcessGroupZipCCL::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   count_native("barrier");
-  worker_->drain();
   plain_->monitoredBarrier(options, wait_all_ranks);
 }
 
@@ -625,14 +656,8 @@ void ProcessGroupZipCCL::monitoredBarrier(const c10d::BarrierOptions& options, b
 c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::split(const Ptr<c10d::Store>& store,
                                                             const std::vector<int>& ranks,
                                                             const Ptr<c10d::Backend::Options>& options) {
-  worker_->drain();
+  worker_.drain();
   TORCH_CHECK(exchange_, "zipccl split: an earlier call of this group failed, so it has no connections to split");
-  // c10d may split once per device type with one store: number the rendezvous, or they meet.
-  const std::string number = std::to_string(splits_++);
-  const auto store_for = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name + number, store); };
-  auto plain = plain_->split(store_for("plain"), ranks, nullptr);
-  auto exchange = exchange_->split(store_for("exchange"), ranks, nullptr);
-  if (!plain || !exchange) return nullptr;
   auto child_options = c10::make_intrusive<ZipCCLOptions>(*options_);
   if (options) {
     if (const auto* own = dynamic_cast<const ZipCCLOptions*>(options.get())) {
@@ -643,30 +668,46 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::split(const Ptr<c10d::Stor
     child_options->group_desc = options->group_desc;
     child_options->global_ranks_in_group = options->global_ranks_in_group;
   }
-  auto child = c10::make_intrusive<ProcessGroupZipCCL>(plain, exchange, child_options);
-  child->setTimeout(child_options->timeout);
-  return child;
+  // c10d may split once per device type with one store: number the rendezvous, or they meet.
+  const auto number = splits_++;
+  const auto store_for = [&](const char* name) {
+    return c10::make_intrusive<c10d::PrefixStore>(c10::str(name, number), store);
+  };
+  const auto split_off = [&](const Ptr<c10d::Backend>& parent, const char* name) {
+    Ptr<c10d::Backend::Options> parent_options;
+#ifdef C10D_BACKEND_HAS_HOOKS
+    parent_options = parent->getBackendOptions()->clone();
+    parent_options->timeout = child_options->timeout;
+    parent_options->group_name = c10::str(child_options->group_name, "/", name);
+#endif
+    return parent->split(store_for(name), ranks, parent_options);
+  };
+  auto plain = split_off(plain_, "plain");
+  auto exchange = split_off(exchange_, "exchange");
+  if (!plain || !exchange) return nullptr;
+  plain->setTimeout(child_options->timeout);
+  return c10::make_intrusive<ProcessGroupZipCCL>(store_for("options"), plain, exchange, child_options);
 }
 
 void ProcessGroupZipCCL::startCoalescing() {
-  TORCH_CHECK(!coalescing_, "zipccl: coalescing has already started");
+  coalesced_.clear();  // of a coalesced call that ended with an exception
   coalescing_ = true;
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::endCoalescing() {
   TORCH_CHECK(coalescing_, "zipccl: coalescing has not started");
   coalescing_ = false;
-  auto works = std::move(coalesced_);
-  coalesced_.clear();
-  return submit("coalesced", OpType::COALESCED, {}, {}, c10d::kUnsetTimeout,
-                [works](std::chrono::milliseconds timeout) {
-                  for (const auto& work : works) work->wait(timeout);
-                });
+  return c10::make_intrusive<WorkGroup>(std::move(coalesced_));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::coalesced(WorkPtr work) {
   if (coalescing_) coalesced_.push_back(work);
   return work;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::point_to_point(WorkPtr work) {
+  // Both whoever has the work and whoever ends the coalescing may wait for it.
+  return coalescing_ ? coalesced(c10::make_intrusive<WorkGroup>(std::vector<WorkPtr>{std::move(work)})) : work;
 }
 
 void ProcessGroupZipCCL::setTimeout(std::chrono::milliseconds timeout) {
@@ -680,13 +721,17 @@ void ProcessGroupZipCCL::setGroupUid(const std::string& uid) {
 }
 
 void ProcessGroupZipCCL::abort() {
-  worker_->refuse("the group was aborted");
+  worker_.refuse("the group was aborted");
+  {
+    std::lock_guard<std::mutex> lock(transport_mutex_);
+    if (transport_) transport_->abort();
+  }
   plain_->abort();
 }
 
 void ProcessGroupZipCCL::shutdown() {
-  worker_->refuse("the group was destroyed");
-  worker_->drain();
+  worker_.refuse("the group was destroyed");
+  worker_.drain();
   plain_->shutdown();
 }
 
@@ -713,39 +758,53 @@ void ProcessGroupZipCCL::count_native(const char* collective) {
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit(const char* collective, OpType type, Tensors inputs,
                                                           Tensors outputs, std::chrono::milliseconds timeout,
-                                                          std::function<void(std::chrono::milliseconds)> function) {
+                                                          std::function<void(std::chrono::milliseconds)> function,
+                                                          std::optional<c10::IValue> value) {
   timeout = timeout_of(timeout);
-  auto work = c10::make_intrusive<WorkZipCCL>(rank_, type, std::string("zipccl:") + collective, inputs,
-                                              std::move(outputs), sequence_, timeout);
-  worker_->submit(work, [function = std::move(function), timeout] { function(timeout); });
+  if (!value) value = c10::IValue(outputs);
+  auto work = c10::make_intrusive<WorkZipCCL>(rank_, type, c10::str("zipccl:", collective), inputs, std::move(outputs),
+                                              std::move(*value), sequence_, timeout);
+  worker_.submit(work, [function = std::move(function), timeout] { function(timeout); });
   return coalesced(work);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::handed_on(const char* collective, OpType type, WorkPtr work,
+                                                             const Tensors& tensors,
+                                                             std::chrono::milliseconds timeout) {
+  const bool as_they_are = std::all_of(tensors.begin(), tensors.end(),
+                                       [](const at::Tensor& tensor) { return gloo_knows(tensor.scalar_type()); });
+  if (as_they_are) return coalesced(work);
+  return submit(collective, type, tensors, tensors, timeout,
+                [work](std::chrono::milliseconds timeout) { work->wait(timeout); });
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective collective, OpType type, Tensors inputs,
                                                                    Tensors outputs, std::chrono::milliseconds timeout,
-                                                                   std::vector<Job> jobs) {
-  const uint64_t sequence = sequence_ - 1;
-  auto run = [this, collective, sequence, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
+                                                                   std::vector<Job> jobs,
+                                                                   std::optional<c10::IValue> value) {
+  const uint64_t first = sequence_;
+  sequence_ += jobs.size();
+  auto run = [this, collective, first, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
     Counters counters;
-    const ExchangeContext context{
-        cpu_device(), *transport_, workspace_, options_->exchange, std::chrono::steady_clock::now() + timeout,
-        counters};
-    // One group of mismatched or corrupted messages must not keep peers from the rest of a coalesced call.
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    const ExchangeContext context{cpu_device(), *transport_, workspace_, options_->exchange, deadline, counters};
     std::string error;
-    const auto report = [&](const std::string& what) { error += (error.empty() ? "" : "; ") + what; };
-    std::string broken;
-    for (const auto& job : jobs) {
+    bool broken = false;
+    for (size_t i = 0; i < jobs.size() && !broken; i++) {
+      std::string what;
       try {
-        job(context);
+        jobs[i](context, first + i);
+        continue;
       } catch (const MismatchError& mismatch) {
-        report(mismatch.what());
+        what = mismatch.what();  // the peers still wait for the rest of a coalesced call,
       } catch (const FormatError& corrupted) {
-        report(corrupted.what());
-      } catch (const TransportError& failure) {
-        broken = failure.what();
-        report(broken);
-        break;
+        what = corrupted.what();  // here too
+      } catch (const std::exception& failure) {
+        what = failure.what();
+        broken = true;
       }
+      error += c10::str(error.empty() ? "" : "; ", "zipccl ", name(collective), " (call ", first + i, " of group '",
+                        getGroupUid(), "', rank ", rank_, "): ", what);
     }
     {
       std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -754,17 +813,18 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
       (counters.coded_messages != 0 ? stats.zipped : stats.raw)++;
       stats.counters += counters;
     }
-    if (!broken.empty()) {
+    if (broken) {
       // What is on the wire is lost, so later calls cannot know what they receive. Closing the connections tells the
       // peers, who would else wait for their timeout.
-      worker_->refuse("an earlier call of the group failed: " + broken);
-      transport_.reset();
+      worker_.refuse("an earlier call of the group failed: " + error);
       exchange_.reset();
+      std::lock_guard<std::mutex> lock(transport_mutex_);
+      transport_.reset();
     }
-    TORCH_CHECK_WITH(DistBackendError, error.empty(), "zipccl ", name(collective), " (call ", sequence, " of group '",
-                     getGroupUid(), "', rank ", rank_, "): ", error);
+    TORCH_CHECK_WITH(DistBackendError, error.empty(), error);
   };
-  return submit(name(collective), type, std::move(inputs), std::move(outputs), timeout, std::move(run));
+  return submit(name(collective), type, std::move(inputs), std::move(outputs), timeout, std::move(run),
+                std::move(value));
 }
 
 std::map<std::string, CollectiveStats> ProcessGroupZipCCL::stats() {

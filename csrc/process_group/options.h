@@ -8,6 +8,7 @@
 namespace zipccl {
 
 enum class RouteMode { kAuto, kZip, kRaw, kNative };
+constexpr const char* kRouteModes[] = {"auto", "zip", "raw", "native"};
 
 // c10d looks `Options` up inside Backend subclasses, hence the name.
 struct ZipCCLOptions final : c10d::Backend::Options {
@@ -22,6 +23,13 @@ struct ZipCCLOptions final : c10d::Backend::Options {
 
   RouteMode mode = RouteMode::kAuto;
   ExchangeOptions exchange;
+
+  // Everything that all ranks of a group must have in common, for the agreement when it is made.
+  std::string describe() const {
+    return c10::str("wire format ", kVersion, ", mode=", kRouteModes[static_cast<int>(mode)],
+                    ", min_bytes=", exchange.min_bytes, ", segment_bytes=", exchange.segment_bytes,
+                    ", inline_fraction=", exchange.inline_fraction, ", checksum=", exchange.checksum);
+  }
 };
 
 }  // namespace zipccl

@@ -2,16 +2,21 @@
 
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
+#include <thread>
+
 namespace zipccl {
 
 WorkZipCCL::WorkZipCCL(int rank, c10d::OpType type, const std::string& title, const std::vector<at::Tensor>& inputs,
-                       std::vector<at::Tensor> outputs, uint64_t sequence, std::chrono::milliseconds timeout)
+                       std::vector<at::Tensor> outputs, c10::IValue value, uint64_t sequence,
+                       std::chrono::milliseconds timeout)
     : c10d::Work(rank, type, title.c_str(), inputs),
       title_(title),
       outputs_(std::move(outputs)),
+      value_(std::move(value)),
       sequence_(sequence),
       timeout_(timeout),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(value_.type())) {}
 
 bool WorkZipCCL::wait(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -30,14 +35,58 @@ std::vector<at::Tensor> WorkZipCCL::result() {
   return outputs_;
 }
 
-void WorkZipCCL::complete(std::exception_ptr exception) {
-  finish(exception);
-  // After finish(), so that a callback of the future finds the work completed.
+c10::intrusive_ptr<c10::ivalue::Future> WorkZipCCL::getFuture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  future_asked_ = true;
+  return future_;
+}
+
+void WorkZipCCL::complete_future(std::exception_ptr exception) {
   if (exception) {
     future_->setError(exception);
   } else {
-    future_->markCompleted(c10::IValue(outputs_));
+    future_->markCompleted(value_);
   }
+}
+
+void WorkZipCCL::complete(const c10::intrusive_ptr<WorkZipCCL>& work, std::exception_ptr exception) {
+  {
+    std::lock_guard<std::mutex> lock(work->mutex_);
+    // Nobody has the future, so no callback can run here.
+    if (!work->future_asked_) work->complete_future(exception);
+  }
+  if (work->future_->completed()) {
+    work->finish(exception);
+    return;
+  }
+  // A callback may call and wait for another collective of the group, for which the worker must be free.
+  std::thread([work, exception] {
+    work->complete_future(exception);
+    work->finish(exception);
+  }).detach();
+}
+
+WorkGroup::WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works)
+    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+bool WorkGroup::isCompleted() {
+  if (c10d::Work::isCompleted()) return true;
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+bool WorkGroup::wait(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(waiting_);
+  while (waited_ < works_.size()) {
+    if (!works_[waited_]->wait(timeout)) return false;
+    waited_++;
+  }
+  if (!c10d::Work::isCompleted()) finish();
+  return true;
+}
+
+int WorkGroup::sourceRank() const {
+  TORCH_CHECK(works_.size() == 1, "only a single receive has a source rank");
+  return works_[0]->sourceRank();
 }
 
 }  // namespace zipccl

@@ -7,29 +7,51 @@ namespace zipccl {
 
 class WorkZipCCL final : public c10d::Work {
  public:
-  // `title` is the name of the profiler event, `outputs` what result() and the future hold.
+  // `title` is the name of the profiler event, `outputs` what result() holds, `value` what the future does.
   WorkZipCCL(int rank, c10d::OpType type, const std::string& title, const std::vector<at::Tensor>& inputs,
-             std::vector<at::Tensor> outputs, uint64_t sequence, std::chrono::milliseconds timeout);
+             std::vector<at::Tensor> outputs, c10::IValue value, uint64_t sequence, std::chrono::milliseconds timeout);
 
   // Throws the call's exception; a timeout of the caller's own ends the waiting, not the call.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}  // CPU memory is ready when the work is
   std::vector<at::Tensor> result() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
+#ifdef C10D_BACKEND_HAS_HOOKS
+  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+#endif
 
   // Called once, by the worker.
-  void complete(std::exception_ptr exception);
+  static void complete(const c10::intrusive_ptr<WorkZipCCL>& work, std::exception_ptr exception);
 
   const std::string& title() const { return title_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
+  void complete_future(std::exception_ptr exception);
+
   const std::string title_;
   const std::vector<at::Tensor> outputs_;
+  const c10::IValue value_;
   const uint64_t sequence_;
   const std::chrono::milliseconds timeout_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool future_asked_ = false;  // guarded by mutex_
+};
+
+// Several works as one, each of which is waited for once, whoever waits and however often: Gloo's sends and receives
+// do not end a second wait.
+class WorkGroup final : public c10d::Work {
+ public:
+  explicit WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  bool isCompleted() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override {}
+  int sourceRank() const override;
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::mutex waiting_;
+  size_t waited_ = 0;  // guarded by waiting_
 };
 
 }  // namespace zipccl

@@ -7,13 +7,15 @@ namespace zipccl {
 
 Worker::Worker() : thread_([this] { loop(); }) {}
 
-Worker::~Worker() {
+Worker::~Worker() { stop(); }
+
+void Worker::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Worker::submit(c10::intrusive_ptr<WorkZipCCL> work, std::function<void()> job) {
@@ -68,7 +70,7 @@ void Worker::run(Item item) {
   }
   // Before anyone can see the completion: whoever waits may hold the GIL next, which releasing a tensor may need.
   item.job = nullptr;
-  item.work->complete(exception);
+  WorkZipCCL::complete(item.work, exception);
 }
 
 }  // namespace zipccl

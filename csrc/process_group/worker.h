@@ -16,8 +16,9 @@ namespace zipccl {
 class Worker {
  public:
   Worker();
-  // Finishes what was submitted. The GIL must not be held: a job's last reference to a tensor may need it.
   ~Worker();
+  // Finishes what was submitted. The GIL must not be held: a job's last reference to a tensor may need it.
+  void stop();
 
   void submit(c10::intrusive_ptr<WorkZipCCL> work, std::function<void()> job);
   // Returns when nothing is queued or running.

@@ -459,7 +459,7 @@ class Decoder {
       return low;
     }
     read_pool(pool_, header.pool_offset, escapes, escapes_);
-    for (uint32_t block = padded / kSubBlockElements; block < kSubBlocks; block++) {
+    for (uint32_t block = padded / kSubBlockElements - 1; block < kSubBlocks; block++) {
       if (header.escape_end[block] != escapes) fail(chunk, "escapes beyond its elements");
     }
     const Window window = {header.top, header.mode};

@@ -6,10 +6,12 @@
 // worker thread. Calls therefore never race for one backend's order.
 #pragma once
 
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <atomic>
 
 #include "collectives/collectives.h"
 #include "process_group/options.h"
@@ -32,15 +34,17 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   using Ptr = c10::intrusive_ptr<T>;
   using WorkPtr = Ptr<c10d::Work>;
 
-  // `plain` and `exchange`: two backends for CPU tensors with the same ranks, used by nobody else.
-  ProcessGroupZipCCL(Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange, Ptr<ZipCCLOptions> options);
+  // `plain` and `exchange`: two backends for CPU tensors with the same ranks, used by nobody else. Through `store` the
+  // ranks check that they have the same options; where they do not, all of them throw.
+  ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
+                     Ptr<ZipCCLOptions> options);
   ~ProcessGroupZipCCL() override;
 
   const std::string getBackendName() const override { return "zipccl"; }
   Ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   Ptr<ZipCCLOptions> options() const { return options_; }
-  const Ptr<c10d::Backend>& plain() const { return plain_; }
-  const Ptr<c10d::Backend>& exchange_backend() const { return exchange_; }
+  Ptr<c10d::Backend> plain() const { return plain_; }
+  Ptr<c10d::Backend> exchange_backend() const { return exchange_; }
 
   std::map<std::string, CollectiveStats> stats();
   void reset_stats();
@@ -55,7 +59,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void setGroupUid(const std::string& uid) override;
-  void waitForPendingWorks() override { worker_->drain(); }
+  void waitForPendingWorks() override { worker_.drain(); }
   void enableCollectivesTiming() override {}
   c10d::ErrorType getError() override { return plain_->getError(); }
   void abort() override;
@@ -93,8 +97,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  // One collective, ready to run on the worker: part of a call, or all of it.
-  using Job = std::function<void(const ExchangeContext&)>;
+  // One collective, ready to run on the worker as the call of this number: part of a c10d call, or all of it.
+  using Job = std::function<void(const ExchangeContext&, uint64_t sequence)>;
 
   // Whether a call with these tensors goes over our exchange. A pure function of what all ranks of the call agree on.
   bool exchanges(const at::Tensor& tensor, uint64_t part_bytes) const;
@@ -108,19 +112,28 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void check_device(const char* collective, const Tensors& tensors) const;
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds asked) const;
 
-  // Runs `jobs` on the worker as one call that is counted as `collective`.
+  // Runs `jobs` on the worker as one call that is counted as `collective`. The work's future holds `value`, or else
+  // `outputs`.
   WorkPtr submit_exchange(Collective collective, c10d::OpType type, Tensors inputs, Tensors outputs,
-                          std::chrono::milliseconds timeout, std::vector<Job> jobs);
+                          std::chrono::milliseconds timeout, std::vector<Job> jobs,
+                          std::optional<c10::IValue> value = std::nullopt);
   // Runs anything on the worker; `function` may use exchange_.
   WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
-                 std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function);
+                 std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function,
+                 std::optional<c10::IValue> value = std::nullopt);
+  // The work of a call that was handed on with some tensors seen as bytes, with the tensors themselves as its result.
+  WorkPtr handed_on(const char* collective, c10d::OpType type, WorkPtr work, const Tensors& tensors,
+                    std::chrono::milliseconds timeout);
   // Counts a call that is handed on.
   void count_native(const char* collective);
+  // Notes the work if calls are being coalesced.
   WorkPtr coalesced(WorkPtr work);
+  WorkPtr point_to_point(WorkPtr work);
 
-  const Ptr<c10d::Backend> plain_;
+  Ptr<c10d::Backend> plain_;
   Ptr<c10d::Backend> exchange_;
   const Ptr<ZipCCLOptions> options_;
+  std::mutex transport_mutex_;  // the worker drops the transport after a failure, abort() comes from any thread
   std::unique_ptr<Transport> transport_;
   Workspace workspace_;
   std::atomic<uint64_t> sequence_{0};
@@ -132,7 +145,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   std::map<std::string, CollectiveStats> stats_;
 
   // Last, so that it goes first: its jobs use all of the above.
-  std::unique_ptr<Worker> worker_;
+  Worker worker_;
 };
 
 }  // namespace zipccl
