@@ -119,5 +119,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              for (const auto& [collective, stats] : group.stats()) all[collective.c_str()] = as_dict(stats);
              return all;
            })
-      .def("reset_stats", &ProcessGroupZipCCL::reset_stats);
+      .def("reset_stats", &ProcessGroupZipCCL::reset_stats)
+      .def_static("abort_all", &ProcessGroupZipCCL::abort_all, py::call_guard<py::gil_scoped_release>());
 }

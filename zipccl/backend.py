@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def create(distributed_options: Any, backend_options: Options | None = None) -> 
 def register() -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+        # A worker that needs the GIL of an interpreter that is gone would end the process with an error.
+        atexit.register(_C.ProcessGroupZipCCL.abort_all)
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> _C.ProcessGroupZipCCL:

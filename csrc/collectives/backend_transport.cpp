@@ -54,15 +54,20 @@ void BackendTransport::wait(c10d::Work& work, std::chrono::milliseconds timeout)
   }
   std::lock_guard<std::mutex> lock(mutex_);
   waiting_ = nullptr;
+  left_.notify_all();
   if (!arrived && aborted_) throw TransportError("the group was aborted");
   if (error) std::rethrow_exception(error);
   if (!arrived) throw TransportError("the wait was aborted");
 }
 
 void BackendTransport::abort() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   aborted_ = true;
-  if (waiting_) waiting_->abort();
+  // Again and again: an abort before the wait has really begun has no effect.
+  while (waiting_) {
+    waiting_->abort();
+    left_.wait_for(lock, std::chrono::milliseconds(10));
+  }
 }
 
 }  // namespace zipccl

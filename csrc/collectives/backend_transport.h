@@ -1,6 +1,7 @@
 // A transport over the sends and receives of a c10d backend.
 #pragma once
 
+#include <condition_variable>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -23,6 +24,7 @@ class BackendTransport final : public Transport {
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
+  std::condition_variable left_;  // the wait that was going on has ended
   c10d::Work* waiting_ = nullptr;
   bool aborted_ = false;
 };

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <set>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
@@ -164,15 +166,60 @@ bool same_sizes(const Tensors& tensors) {
 
 void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions& options) {
   const auto key = [](int rank) { return c10::str("zipccl/options/", rank); };
+  const std::string seen = "zipccl/options/seen";
   const std::string mine = options.describe();
   store.set(key(rank), std::vector<uint8_t>(mine.begin(), mine.end()));
+  std::string others;
   for (int other = 0; other < size; other++) {
     const auto value = store.get(key(other));
     const std::string theirs(value.begin(), value.end());
-    TORCH_CHECK(theirs == mine, "zipccl: the ranks of the group do not agree: rank ", rank, " has ", mine, ", rank ",
-                other, " has ", theirs,
-                ". Install one version everywhere and give all ranks the same zipccl.Options and ZIPCCL_* variables.");
+    if (theirs != mine) others += c10::str(", rank ", other, " has ", theirs);
   }
+  store.add(seen, 1);
+  if (others.empty()) return;
+  // The rank that ends first may take the store with it: let all of them see first.
+  for (int tries = 0; tries < 100 && store.add(seen, 0) < size; tries++) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  TORCH_CHECK(false, "zipccl: the ranks of the group do not agree: rank ", rank, " has ", mine, others,
+              ". Install one version everywhere and give all ranks the same zipccl.Options and ZIPCCL_* variables.");
+}
+
+// Gloo compares shapes where NCCL counts elements: flattened, tensors of as many elements are the same to it.
+Tensors flat(const Tensors& tensors) {
+  Tensors views;
+  for (const auto& tensor : tensors) views.push_back(dense(tensor).view({-1}));
+  return views;
+}
+
+bool all_dense(const Tensors& tensors) { return std::all_of(tensors.begin(), tensors.end(), is_dense); }
+
+bool all_known(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return gloo_knows(tensor.scalar_type()); });
+}
+
+// Whether `whole` is `size` tensors like `part`, one below the other.
+bool is_rows_of(const at::Tensor& whole, const at::Tensor& part, int size) {
+  return part.dim() > 0 && whole.dim() == part.dim() && whole.size(0) == size * part.size(0) &&
+         whole.sizes().slice(1) == part.sizes().slice(1);
+}
+
+bool are_rows_of(const Tensors& wholes, const Tensors& parts, int size) {
+  for (size_t i = 0; i < wholes.size(); i++) {
+    if (!is_rows_of(wholes[i], parts[i], size)) return false;
+  }
+  return true;
+}
+
+bool same_dtype(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.scalar_type() == tensors[0].scalar_type(); });
+}
+
+bool have_shape(const Tensors& tensors, const at::Tensor& like) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.sizes() == like.sizes(); });
 }
 
 Tensors chunks(const at::Tensor& tensor, int size) {
@@ -185,6 +232,22 @@ Tensors chunks(const at::Tensor& tensor, int size) {
 
 }  // namespace
 
+namespace {
+
+// Never destroyed: a group may outlive this file's statics.
+std::mutex& live_mutex = *new std::mutex;
+std::set<ProcessGroupZipCCL*>& live_groups = *new std::set<ProcessGroupZipCCL*>;  // guarded by live_mutex
+
+}  // namespace
+
+void ProcessGroupZipCCL::abort_all() {
+  std::lock_guard<std::mutex> lock(live_mutex);
+  for (auto* group : live_groups) {
+    group->abort();
+    group->worker_.stop();
+  }
+}
+
 ProcessGroupZipCCL::ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::Backend> plain,
                                        Ptr<c10d::Backend> exchange, Ptr<ZipCCLOptions> options)
     : c10d::Backend(plain->getRank(), plain->getSize()),
@@ -196,6 +259,8 @@ ProcessGroupZipCCL::ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::
   init();
   coder_name();  // a ZIPCCL_CPU that this processor cannot run fails here, on this rank's thread
   check_agreement(*store, rank_, size_, *options_);
+  std::lock_guard<std::mutex> lock(live_mutex);
+  live_groups.insert(this);
 }
 
 ProcessGroupZipCCL::~ProcessGroupZipCCL() {
@@ -203,10 +268,13 @@ ProcessGroupZipCCL::~ProcessGroupZipCCL() {
   // for threads, ours or Gloo's.
   std::optional<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release.emplace();
+  {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live_groups.erase(this);
+  }
   worker_.stop();
   coalesced_.clear();
-  transport_.reset();
-  exchange_.reset();
+  close_exchange();
   plain_.reset();
 }
 
@@ -252,7 +320,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
   // Gloo has no all-gather of different sizes, and not all dtypes.
   if (!exchanges(inputs[0], largest(outputs[0])) && same_sizes(outputs[0]) && gloo_knows(inputs[0].scalar_type())) {
     count_native(kName);
-    return coalesced(plain_->allgather(outputs, inputs, options));
+    if (have_shape(outputs[0], inputs[0]) || !all_dense(outputs[0])) {
+      return coalesced(plain_->allgather(outputs, inputs, options));
+    }
+    std::vector<Tensors> flat_outputs{flat(outputs[0])};
+    Tensors flat_inputs = flat(inputs);
+    return with_result(plain_->allgather(flat_outputs, flat_inputs, options), outputs[0]);
   }
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER, inputs, outputs[0], options.timeout,
                          {all_gather_job(outputs[0], inputs[0])});
@@ -268,7 +341,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_allgather_base(at::Tensor& o
                     " elements, but ", size_, " inputs of ", input.numel(), " go into it");
   if (!exchanges(input, input.nbytes()) && gloo_knows(input.scalar_type())) {
     count_native(kName);
-    return coalesced(plain_->_allgather_base(output, input, options));
+    if (is_rows_of(output, input, size_)) return coalesced(plain_->_allgather_base(output, input, options));
+    at::Tensor flat_output = output.view({-1}), flat_input = dense(input).view({-1});
+    return with_result(plain_->_allgather_base(flat_output, flat_input, options), {output});
   }
   return submit_exchange(Collective::kAllGather, OpType::_ALLGATHER_BASE, {input}, {output}, options.timeout,
                          {all_gather_job(chunks(output, size_), input)});
@@ -285,7 +360,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       list.size());
   }
   std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
-  bool native = true;
+  bool native = same_dtype(inputs);
   for (size_t i = 0; i < inputs.size(); i++) {
     for (const auto& list : outputs) of_input[i].push_back(list[i]);
     check_device(kName, {inputs[i]});
@@ -313,7 +388,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   constexpr auto kName = "all_gather";
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
-  bool native = true;
+  bool native = same_dtype(inputs);  // Gloo would mix up their bytes
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
@@ -324,7 +399,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   }
   if (native) {
     count_native(kName);
-    return coalesced(plain_->allgather_into_tensor_coalesced(outputs, inputs, options));
+    if (are_rows_of(outputs, inputs, size_)) {
+      return coalesced(plain_->allgather_into_tensor_coalesced(outputs, inputs, options));
+    }
+    Tensors flat_outputs = flat(outputs), flat_inputs = flat(inputs);
+    return with_result(plain_->allgather_into_tensor_coalesced(flat_outputs, flat_inputs, options), outputs);
   }
   std::vector<Job> jobs;
   for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(chunks(outputs[i], size_), inputs[i]));
@@ -372,7 +451,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_wrapped(Tensor
                     at::Tensor sum = at::empty({outputs[i].numel()}, summand.options());
                     c10d::ReduceScatterOptions options;
                     options.timeout = timeout;
-                    exchange_->_reduce_scatter_base(sum, summand, options)->wait(timeout);
+                    exchange_->_reduce_scatter_base(sum, summand, options)->wait();
                     from_sum(outputs[i], sum, operation, size_);
                   }
                 });
@@ -399,7 +478,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter(Tensors& outpu
   }
   count_native(kName);
   if (lacks) return reduce_scatter_wrapped(outputs, inputs, operation, options.timeout);
-  return coalesced(plain_->reduce_scatter(outputs, inputs, options));
+  if (have_shape(inputs[0], output) || !all_dense(outputs)) {
+    return with_result(plain_->reduce_scatter(outputs, inputs, options), outputs);
+  }
+  Tensors flat_outputs = flat(outputs);
+  std::vector<Tensors> flat_inputs{flat(inputs[0])};
+  return with_result(plain_->reduce_scatter(flat_outputs, flat_inputs, options), outputs);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -439,8 +523,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
   }
   count_native(kName);
   if (lacks) return reduce_scatter_wrapped(outputs, parts, operation, options.timeout);
-  return coalesced(one ? plain_->_reduce_scatter_base(outputs[0], inputs[0], options)
-                       : plain_->reduce_scatter_tensor_coalesced(outputs, inputs, options));
+  const bool rows = are_rows_of(inputs, outputs, size_);
+  Tensors native_outputs = rows ? outputs : flat(outputs);
+  Tensors native_inputs = rows ? inputs : flat(inputs);
+  return with_result(one ? plain_->_reduce_scatter_base(native_outputs[0], native_inputs[0], options)
+                         : plain_->reduce_scatter_tensor_coalesced(native_outputs, native_inputs, options),
+                     outputs);
 }
 
 // ---- All-to-all
@@ -536,7 +624,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, c
   check_no_gaps("broadcast", tensors);
   count_native("broadcast");
   auto known = as_gloo_knows("broadcast", tensors);
-  return handed_on("broadcast", OpType::BROADCAST, plain_->broadcast(known, options), tensors, options.timeout);
+  auto work = plain_->broadcast(known, options);
+  return all_known(tensors) ? coalesced(work) : with_result(work, tensors);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -553,7 +642,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, c
                     Tensors sum{to_be_summed(tensor, operation)};
                     c10d::AllreduceOptions options;
                     options.timeout = timeout;
-                    exchange_->allreduce(sum, options)->wait(timeout);
+                    exchange_->allreduce(sum, options)->wait();
                     from_sum(tensor, sum[0], operation, size_);
                   }
                 });
@@ -593,7 +682,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, cons
                     c10d::ReduceOptions options;
                     options.rootRank = root;
                     options.timeout = timeout;
-                    exchange_->reduce(sum, options)->wait(timeout);
+                    exchange_->reduce(sum, options)->wait();
                     if (rank_ == root) from_sum(tensor, sum[0], operation, size_);
                   }
                 });
@@ -606,8 +695,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::gather(std::vector<Tensors>& 
   auto known_outputs = as_gloo_knows("gather", outputs);
   auto known_inputs = as_gloo_knows("gather", inputs);
   const Tensors& results = outputs.empty() ? Tensors{} : outputs[0];
-  return handed_on("gather", OpType::GATHER, plain_->gather(known_outputs, known_inputs, options), results,
-                   options.timeout);
+  auto work = plain_->gather(known_outputs, known_inputs, options);
+  return all_known(inputs) ? coalesced(work) : with_result(work, results);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -616,8 +705,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std
   count_native("scatter");
   auto known_outputs = as_gloo_knows("scatter", outputs);
   auto known_inputs = as_gloo_knows("scatter", inputs);
-  return handed_on("scatter", OpType::SCATTER, plain_->scatter(known_outputs, known_inputs, options), outputs,
-                   options.timeout);
+  auto work = plain_->scatter(known_outputs, known_inputs, options);
+  return all_known(outputs) ? coalesced(work) : with_result(work, outputs);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::send(Tensors& tensors, int peer, int tag) {
@@ -643,7 +732,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::barrier(const c10d::BarrierOp
   count_native("barrier");
   auto arrival = plain_->barrier(options);
   return submit("barrier", OpType::BARRIER, {}, {}, options.timeout,
-                [arrival](std::chrono::milliseconds timeout) { arrival->wait(timeout); });
+                [arrival](std::chrono::milliseconds) { arrival->wait(); });
 }
 
 void ProcessGroupZipCCL::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -730,9 +819,16 @@ void ProcessGroupZipCCL::abort() {
 }
 
 void ProcessGroupZipCCL::shutdown() {
+  worker_.drain();  // peers may wait for calls that nobody here does
   worker_.refuse("the group was destroyed");
-  worker_.drain();
+  close_exchange();
   plain_->shutdown();
+}
+
+void ProcessGroupZipCCL::close_exchange() {
+  exchange_.reset();
+  std::lock_guard<std::mutex> lock(transport_mutex_);
+  transport_.reset();
 }
 
 // ---- Running
@@ -768,14 +864,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit(const char* collective
   return coalesced(work);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::handed_on(const char* collective, OpType type, WorkPtr work,
-                                                             const Tensors& tensors,
-                                                             std::chrono::milliseconds timeout) {
-  const bool as_they_are = std::all_of(tensors.begin(), tensors.end(),
-                                       [](const at::Tensor& tensor) { return gloo_knows(tensor.scalar_type()); });
-  if (as_they_are) return coalesced(work);
-  return submit(collective, type, tensors, tensors, timeout,
-                [work](std::chrono::milliseconds timeout) { work->wait(timeout); });
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::with_result(WorkPtr work, Tensors outputs) {
+  return coalesced(c10::make_intrusive<WorkGroup>(std::vector<WorkPtr>{std::move(work)}, std::move(outputs)));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective collective, OpType type, Tensors inputs,
@@ -817,9 +907,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
       // What is on the wire is lost, so later calls cannot know what they receive. Closing the connections tells the
       // peers, who would else wait for their timeout.
       worker_.refuse("an earlier call of the group failed: " + error);
-      exchange_.reset();
-      std::lock_guard<std::mutex> lock(transport_mutex_);
-      transport_.reset();
+      close_exchange();
     }
     TORCH_CHECK_WITH(DistBackendError, error.empty(), error);
   };

@@ -64,6 +64,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   c10d::ErrorType getError() override { return plain_->getError(); }
   void abort() override;
   void shutdown() override;
+  // Ends the workers of all groups, before an interpreter that exits takes away the GIL that they may need.
+  static void abort_all();
 
   // Zipped.
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
@@ -109,6 +111,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,
                      c10d::OpType type, std::chrono::milliseconds timeout);
 
+  // Ends the connections of the exchange, which tells peers that wait. By the worker, or when it is idle.
+  void close_exchange();
   void check_device(const char* collective, const Tensors& tensors) const;
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds asked) const;
 
@@ -121,9 +125,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
                  std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function,
                  std::optional<c10::IValue> value = std::nullopt);
-  // The work of a call that was handed on with some tensors seen as bytes, with the tensors themselves as its result.
-  WorkPtr handed_on(const char* collective, c10d::OpType type, WorkPtr work, const Tensors& tensors,
-                    std::chrono::milliseconds timeout);
+  // The work of a call that was handed on, with a future and with these tensors as its result.
+  WorkPtr with_result(WorkPtr work, Tensors outputs);
   // Counts a call that is handed on.
   void count_native(const char* collective);
   // Notes the work if calls are being coalesced.

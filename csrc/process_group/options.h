@@ -1,6 +1,9 @@
 // What a user can choose for a group; zipccl/options.py documents each for users.
 #pragma once
 
+#include <iomanip>
+#include <limits>
+#include <sstream>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/exchange.h"
@@ -26,9 +29,12 @@ struct ZipCCLOptions final : c10d::Backend::Options {
 
   // Everything that all ranks of a group must have in common, for the agreement when it is made.
   std::string describe() const {
-    return c10::str("wire format ", kVersion, ", mode=", kRouteModes[static_cast<int>(mode)],
-                    ", min_bytes=", exchange.min_bytes, ", segment_bytes=", exchange.segment_bytes,
-                    ", inline_fraction=", exchange.inline_fraction, ", checksum=", exchange.checksum);
+    std::ostringstream text;
+    text << std::setprecision(std::numeric_limits<double>::max_digits10) << "wire format " << kVersion << ", mode='"
+         << kRouteModes[static_cast<int>(mode)] << "', min_bytes=" << exchange.min_bytes
+         << ", segment_bytes=" << exchange.segment_bytes << ", inline_fraction=" << exchange.inline_fraction
+         << ", checksum=" << (exchange.checksum ? "True" : "False");
+    return text.str();
   }
 };
 

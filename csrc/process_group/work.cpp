@@ -24,7 +24,7 @@ bool WorkZipCCL::wait(std::chrono::milliseconds timeout) {
   if (timeout == kNoTimeout) {
     cv_.wait(lock, done);  // the call has a deadline of its own
   } else if (!cv_.wait_for(lock, timeout, done)) {
-    TORCH_CHECK_WITH(DistBackendError, false, title_, " was not done after ", timeout.count(), " ms");
+    TORCH_CHECK_WITH(DistBackendError, false, title_, " timed out: it was not done after ", timeout.count(), " ms");
   }
   if (exception_) std::rethrow_exception(exception_);
   return true;
@@ -66,8 +66,8 @@ void WorkZipCCL::complete(const c10::intrusive_ptr<WorkZipCCL>& work, std::excep
   }).detach();
 }
 
-WorkGroup::WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works)
-    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+WorkGroup::WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
+    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {}
 
 bool WorkGroup::isCompleted() {
   if (c10d::Work::isCompleted()) return true;
@@ -87,6 +87,29 @@ bool WorkGroup::wait(std::chrono::milliseconds timeout) {
 int WorkGroup::sourceRank() const {
   TORCH_CHECK(works_.size() == 1, "only a single receive has a source rank");
   return works_[0]->sourceRank();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
+  const bool done = c10d::Work::isCompleted();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (future_) return future_;
+  const c10::IValue value(outputs_);
+  future_ = c10::make_intrusive<c10::ivalue::Future>(value.type());
+  if (done) {
+    future_->markCompleted(value);
+    return future_;
+  }
+  auto self = c10::intrusive_ptr<WorkGroup>::unsafe_reclaim_from_nonowning(this);
+  std::thread([self, value, future = future_] {
+    try {
+      self->wait(kNoTimeout);
+    } catch (...) {
+      future->setError(std::current_exception());
+      return;
+    }
+    future->markCompleted(value);
+  }).detach();
+  return future_;
 }
 
 }  // namespace zipccl

@@ -38,20 +38,24 @@ class WorkZipCCL final : public c10d::Work {
   bool future_asked_ = false;  // guarded by mutex_
 };
 
-// Several works as one, each of which is waited for once, whoever waits and however often: Gloo's sends and receives
-// do not end a second wait.
+// Works of the wrapped backend as one, with what they may lack: a future, the caller's own tensors as the result, and
+// any number of waits, by anyone. (Gloo's sends and receives do not end a second wait.)
 class WorkGroup final : public c10d::Work {
  public:
-  explicit WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  explicit WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs = {});
   bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  const std::vector<at::Tensor> outputs_;
   std::mutex waiting_;
-  size_t waited_ = 0;  // guarded by waiting_
+  size_t waited_ = 0;                               // works that are known to be done, guarded by waiting_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when it is asked for, guarded by mutex_
 };
 
 }  // namespace zipccl

@@ -21,6 +21,7 @@ void Worker::stop() {
 void Worker::submit(c10::intrusive_ptr<WorkZipCCL> work, std::function<void()> job) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!stopping_, work->title(), ": the group's worker has ended");
     queue_.push_back({std::move(work), std::move(job), at::ThreadLocalState()});
   }
   changed_.notify_all();

@@ -260,14 +260,10 @@ def test_profiler_shows_the_calls(rank: int, world_size: int) -> None:
         dist.all_gather([torch.zeros(N, dtype=BF16) for _ in range(2)], x[:N], group=g)
         dist.reduce_scatter_tensor(torch.zeros(N, dtype=BF16), x, group=g)
         dist.all_to_all_single(torch.zeros(2 * N, dtype=BF16), x, group=g)
-        dist.all_reduce(torch.ones(4), group=g)
-        dist.broadcast(torch.ones(4), 0, group=g)
     names = {e.name for e in profile.events()}
     ours = {n for n in names if n.startswith("zipccl:")}
     for op in ("all_gather", "reduce_scatter", "all_to_all"):
         assert any(op in n for n in ours), (op, sorted(names))
-    for op in ("all_reduce", "broadcast"):
-        assert f"zipccl:{op}" in ours, sorted(names)
 
 
 @only_zipccl
