@@ -1,6 +1,6 @@
 // zipccl._C: what the Python package is made of.
 #include <pybind11/chrono.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 

@@ -7,6 +7,7 @@ import subprocess
 import library
 import numpy as np
 import pytest
+import reference
 from library import BF16, FP32, FormatError
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -89,3 +90,18 @@ def test_one_flipped_byte_of_a_checked_contiguous_message(dtype, coder):
             refused += 1
         message[i] ^= 0x10
     assert refused > 0.7 * len(message)
+
+
+def test_counts_that_fall_are_refused(coder):
+    """A short chunk's last count, repeated for absent sub-blocks, is its pool size: none before it may be larger."""
+    values = np.full(1000, 127 << 7, np.uint16)
+    values[10:15] = np.array([1, 250, 90, 160, 200]) << 7  # exponents that have no code
+    static, dynamic = reference.encode(values, BF16, [(127, 0)], inline_bytes=3)
+    assert len(dynamic) == 2
+    assert (library.decode(static, dynamic, 1000, BF16, coder=coder) == values).all()
+    ends = np.array([5, *[3] * 7], "<u2").tobytes()
+    lying = broken(broken(static, 16, (3).to_bytes(8, "little")), 80, ends)
+    with pytest.raises(FormatError, match="chunk 0"):
+        library.decode(lying, b"", 1000, BF16, coder=coder)
+    with pytest.raises(FormatError, match="chunk 0"):
+        library.accumulate(lying, b"", BF16, library.SUM, np.zeros(1000, np.float32), coder=coder)

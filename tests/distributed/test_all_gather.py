@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from multirank import group, only_zipccl, ranks
+from multirank import fresh_group, group, only_zipccl, ranks
 from oracle import BF16, KINDS, NATIVE, SIZES, assert_bits, data, small_integers
 from torch.distributed import distributed_c10d as c10d
 
@@ -294,3 +294,54 @@ def test_input_that_requires_grad(rank: int, world_size: int) -> None:
     dist.all_gather(out, x, group=group(**MODES["zip"]))
     for r in range(world_size):
         assert_bits(out[r], small_integers(BF16, 9001, r))
+
+
+# x.imag of a conjugated tensor is such a view; its memory holds the negated values
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("mode", ["zip", "raw", "native", "auto"])
+def test_negated_views_are_right_or_refused(rank: int, world_size: int, mode: str) -> None:
+    for kind in ("bf16_gauss", "fp32_full"):
+        for n in (257, 9000):
+            outputs = [torch._neg_view(torch.zeros(n, dtype=KINDS[kind])) for _ in range(world_size)]
+            x = torch._neg_view(-data(kind, n, rank)) if rank == 0 else data(kind, n, rank)
+            assert outputs[0].is_neg() and x.is_neg() == (rank == 0)
+            try:
+                dist.all_gather(outputs, x, group=group(**MODES[mode]))
+            except (ValueError, RuntimeError) as e:
+                assert "neg" in str(e)
+                continue
+            for r, out in enumerate(outputs):
+                assert_bits(out.resolve_neg(), data(kind, n, r), (kind, n, r))
+
+
+@only_zipccl
+@ranks(2)
+@pytest.mark.parametrize("mode", ["zip", "auto"])
+def test_conjugated_views_are_right_or_refused(rank: int, world_size: int, mode: str) -> None:
+    outputs = [torch.zeros(257, dtype=torch.complex64).conj() for _ in range(world_size)]
+    try:
+        dist.all_gather(outputs, data(torch.complex64, 257, rank), group=group(**MODES[mode]))
+    except (ValueError, RuntimeError) as e:
+        assert "conj" in str(e)
+        return
+    for r, out in enumerate(outputs):
+        assert_bits(out.resolve_conj(), data(torch.complex64, 257, r), r)
+
+
+@only_zipccl
+@ranks(2)
+@pytest.mark.parametrize("wrong_on", ["all_ranks", "rank_0"])
+def test_refused_coalesced_call_counts_for_nothing(rank: int, world_size: int, wrong_on: str) -> None:
+    """Its first input is right, its second is not; calls are numbered, and the ranks compare the numbers."""
+    with fresh_group(**MODES["zip"]) as g:
+        if rank == 0 or wrong_on == "all_ranks":
+            lists = [[torch.zeros(9000, dtype=BF16), torch.zeros(8193, dtype=BF16)] for _ in range(world_size)]
+            inputs = [data("bf16_gauss", n, rank) for n in (9000, 8192)]
+            with pytest.raises(ValueError, match="8193"):
+                c10d.all_gather_coalesced(lists, inputs, group=g)
+            assert all(t.abs().sum() == 0 for ts in lists for t in ts)
+        for case in range(2):
+            out = torch.zeros(world_size * 9000, dtype=BF16)
+            dist.all_gather_into_tensor(out, data("bf16_gauss", 9000, rank, case), group=g)
+            assert_bits(out, torch.cat([data("bf16_gauss", 9000, r, case) for r in range(world_size)]), case)

@@ -226,3 +226,20 @@ def test_dtypes_of_input_and_output_must_agree(rank: int, world_size: int) -> No
     with pytest.raises((ValueError, RuntimeError, TypeError)):
         dist.all_to_all_single(torch.empty(world_size * 9000), torch.ones(world_size * 9000, dtype=BF16), group=g)
     exchange("bf16_gauss", splits(world_size, "ragged"), 3, rank, g)
+
+
+@only_zipccl
+@ranks(2, 3)
+def test_lists_of_a_wrong_length_are_refused(rank: int, world_size: int) -> None:
+    """An empty one too: there is no first tensor to learn the dtype from."""
+    g = group(**MODES["zip"])
+
+    def tensors(n: int) -> list[torch.Tensor]:
+        return [torch.ones(9000, dtype=BF16) for _ in range(n)]
+
+    w = world_size
+    for n_out, n_in in ((w, 0), (0, w), (0, 0), (w, w - 1), (w - 1, w), (w, w + 1), (w + 1, w), (w + 1, w + 1)):
+        with pytest.raises(ValueError, match="list|tensor"):
+            dist.all_to_all(tensors(n_out), tensors(n_in), group=g)
+            raise AssertionError(f"{n_out} outputs and {n_in} inputs were accepted")
+    exchange("bf16_gauss", splits(world_size, "ragged"), 3, rank, g, form="list")

@@ -130,6 +130,15 @@ ENDS = {
         "if rank == 0: work = dist.all_gather_into_tensor(out, x, async_op=True)\nelse: time.sleep(1)",
         (0, 0),
     ),
+    # the abort drops the last reference to the group, while its worker waits for rank 1
+    "abort_while_a_call_runs": (
+        "if rank == 0:\n"
+        "    work = dist.all_gather_into_tensor(out, x, async_op=True)\n"
+        "    time.sleep(0.3)\n"
+        "    dist.distributed_c10d._abort_process_group()\n"
+        "else: time.sleep(1)",
+        (0, 0),
+    ),
 }
 
 
@@ -246,6 +255,57 @@ def aborts(rank: int, world_size: int, store: dist.Store) -> str:
 def test_abort_ends_pending_work() -> None:
     ended = launch(2, aborts)
     assert [e.state for e in ended] == ["ok"] * 2, explain(ended)
+
+
+def aborts_inside(rank: int, world_size: int, store: dist.Store, how: str) -> None:
+    init(rank, world_size, store, timeout=30, **ZIP)
+    gather(rank, world_size)
+    if rank == 1:
+        store.wait(["done"], seconds(40))
+        return
+    works = [
+        dist.all_gather_into_tensor(torch.empty(2 * N, dtype=BF16), torch.ones(N, dtype=BF16), async_op=True)
+        for _ in range(2)
+    ]
+    time.sleep(0.3)  # the worker waits for the peer inside the first call, the second is queued
+    started = time.monotonic()
+    if how == "abort_process_group":
+        dist.distributed_c10d._abort_process_group()
+    elif how == "group_abort":
+        dist.group.WORLD.abort()
+    else:
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+    assert time.monotonic() - started < 1, "the abort waits for something"
+    for work in works:
+        refused(work.wait, "abort")
+    assert time.monotonic() - started < 2, f"the calls ended {time.monotonic() - started:.1f} s after the abort"
+    store.set("done", "")
+
+
+@pytest.mark.parametrize("how", ["abort_process_group", "group_abort", "backend_abort"])
+def test_abort_ends_a_call_that_already_waits_for_a_peer(how: str) -> None:
+    ended = launch(2, aborts_inside, timeout=20, how=how)
+    assert [(e.state, e.exitcode) for e in ended] == [("ok", 0)] * 2, explain(ended)
+
+
+def destroys_inside(rank: int, world_size: int, store: dist.Store) -> None:
+    init(rank, world_size, store, timeout=20, **ZIP)
+    gather(rank, world_size)
+    if rank == 1:
+        time.sleep(0.8)
+    out = torch.zeros(2 * N, dtype=BF16)
+    work = dist.all_gather_into_tensor(out, data("bf16_gauss", N, rank, "late"), async_op=True)
+    if rank == 0:
+        time.sleep(0.3)
+        assert not work.is_completed()
+    dist.destroy_process_group()
+    work.wait()
+    assert_bits(out, torch.cat([data("bf16_gauss", N, r, "late") for r in range(2)]))
+
+
+def test_destroy_finishes_a_call_that_already_waits_for_a_peer() -> None:
+    ended = launch(2, destroys_inside, timeout=25)
+    assert [(e.state, e.exitcode) for e in ended] == [("ok", 0)] * 2, explain(ended)
 
 
 def again(rank: int, world_size: int, store: dist.Store) -> None:
@@ -456,3 +516,63 @@ def one_rank_leaves_a_group(rank: int, world_size: int, store: dist.Store) -> No
 def test_a_group_that_one_rank_has_left() -> None:
     ended = launch(3, one_rank_leaves_a_group)
     assert [e.state for e in ended] == ["ok"] * 3, explain(ended)
+
+
+# -------------------------------------------------------------------------------------- messages that are damaged
+
+ELEMENTS = 8192  # one chunk
+HELLO, HEADER, BODY = 56, 64, 128  # sizes of hello and message header, and where the only body begins
+STATIC = BODY + 11264 + 384  # ... and the inline pool: 8192 / 24 bytes, rounded up to a multiple of 128
+
+DAMAGE = {
+    # name: (part, offset, new byte or None for other bits, checksum, words of the error)
+    "chunk_mode": ("static", HEADER + 3, 3, False, ["chunk 0", "mode 3"]),
+    "chunk_elements": ("static", HEADER + 1, 0, False, ["chunk 0", "elements"]),
+    "escape_end": ("static", HEADER + 31, 0xFF, False, ["chunk 0", "escapes"]),
+    "body": ("static", BODY + 5000, None, True, ["checksum"]),
+    "hello": ("hello", 0, None, False, ["version"]),
+    "message_header": ("static", 0, None, False, ["begin"]),
+}
+EXCHANGED = {
+    "all_gather": lambda g, x: dist.all_gather_into_tensor(torch.empty(2 * ELEMENTS, dtype=BF16), x, group=g),
+    "reduce_scatter": lambda g, x: dist.reduce_scatter_tensor(torch.empty_like(x), torch.cat([x, x]), group=g),
+    "all_to_all": lambda g, x: dist.all_to_all_single(torch.empty(2 * ELEMENTS, dtype=BF16), x.repeat(2), group=g),
+}
+
+
+def answer_with_damage(g: dist.ProcessGroup, peer: int, damaged: str, offset: int, byte: int | None) -> None:
+    """Takes part in a call of equal sizes by sending the peer's own messages back, one of them damaged."""
+    from zipccl.backend import backend_of
+
+    wire = backend_of(g).exchange_backend
+    for tag, (part, size) in enumerate([("hello", HELLO), ("static", STATIC)]):
+        message = torch.zeros(size, dtype=torch.uint8)
+        wire.recv([message], peer, tag).wait()
+        if part == damaged:
+            message[offset] = message[offset] ^ 0x55 if byte is None else byte
+        wire.send([message], peer, tag).wait()
+        if part == damaged == "hello":
+            return  # the peer sends no more
+
+
+@ranks(2)
+@pytest.mark.parametrize("collective", EXCHANGED)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_message_is_an_error_that_names_its_place(
+    rank: int, world_size: int, damage: str, collective: str
+) -> None:
+    part, offset, byte, checksum, words = DAMAGE[damage]
+    usable = damage != "message_header"  # without it, nobody knows what follows
+    with fresh_group(checksum=checksum, **ZIP) as g:
+        x = data("bf16_gauss", ELEMENTS, rank)
+        for victim in range(2 if usable else 1):  # both have made one call then
+            if rank == victim:
+                refused(lambda: EXCHANGED[collective](g, x), collective, f"rank {1 - rank}", *words)
+            else:
+                answer_with_damage(g, victim, part, offset, byte)
+        if usable:
+            gather(rank, world_size, "afterwards", g)
+        elif rank == 0:
+            started = time.monotonic()
+            refused(lambda: EXCHANGED[collective](g, x), "earlier call", "rank 1", *words)
+            assert time.monotonic() - started < 1

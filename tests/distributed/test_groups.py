@@ -135,6 +135,50 @@ def test_coalescing_manager_with_points_to_point(rank: int, world_size: int) -> 
 
 
 @only_zipccl
+@ranks(2, 3)
+def test_works_of_a_coalescing_manager_may_be_waited_for_twice(rank: int, world_size: int) -> None:
+    """By who has the works and by who has the manager; Gloo's own sends and receives end one wait only."""
+    g, cpu = group(**ZIP), torch.device("cpu")
+    nxt, prv = (rank + 1) % world_size, (rank - 1) % world_size
+    for first in ("works", "manager"):
+        got = torch.zeros(N, dtype=BF16)
+        with dist._coalescing_manager(group=g, device=cpu, async_ops=True) as manager:
+            works = [
+                dist.isend(data("bf16_gauss", N, rank, first), nxt, group=g),
+                dist.irecv(got, prv, group=g),
+            ]
+        if first == "manager":
+            manager.wait()
+        for work in works:
+            if work is not None:
+                work.wait(seconds(10))
+        manager.wait()
+        assert_bits(got, data("bf16_gauss", N, prv, first))
+    check(g, list(range(world_size)), rank)
+
+
+@only_zipccl
+@ranks(2)
+def test_exception_inside_a_coalescing_manager(rank: int, world_size: int) -> None:
+    """The next use starts anew, without the works that were left."""
+    with fresh_group(**ZIP) as g:
+        cpu, peer = torch.device("cpu"), 1 - rank
+        lost, got = torch.zeros(N, dtype=BF16), torch.zeros(N, dtype=BF16)
+        with pytest.raises(ValueError, match="gaps"):
+            with dist._coalescing_manager(group=g, device=cpu, async_ops=True):
+                dist.irecv(lost, peer, group=g, tag=7)  # nobody sends until the end of the test
+                dist.broadcast(torch.ones(4, 2)[:, 0], 0, group=g)
+        with dist._coalescing_manager(group=g, device=cpu, async_ops=True) as manager:
+            dist.isend(data("bf16_gauss", N, rank), peer, group=g)
+            dist.irecv(got, peer, group=g)
+        manager.wait()
+        assert_bits(got, data("bf16_gauss", N, peer))
+        check(g, [0, 1], rank)
+        dist.send(torch.ones(N, dtype=BF16), peer, group=g, tag=7)
+        dist.barrier(group=g)
+
+
+@only_zipccl
 @ranks(2)
 def test_names(rank: int, world_size: int) -> None:
     assert dist.get_backend() == "zipccl"
@@ -233,6 +277,32 @@ def split(rank: int, world_size: int, store: dist.Store) -> None:
 def test_split_group() -> None:
     ended = launch(4, split)
     assert [e.state for e in ended] == ["ok"] * 4, explain(ended)
+
+
+def split_disagree(rank: int, world_size: int, store: dist.Store) -> str:
+    import zipccl
+
+    init(rank, world_size, store, timeout=10, **ZIP)
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cpu", 0)
+    options = zipccl.Options(mode="zip" if rank == 0 else "native")
+    with pytest.raises(RuntimeError) as refusal:
+        dist.split_group(split_ranks=[[0, 1]], pg_options=options, timeout=seconds(8))
+    check(world, [0, 1], rank)
+    dist.destroy_process_group()
+    return str(refusal.value)
+
+
+@only_zipccl
+def test_split_with_different_options_is_refused() -> None:
+    """As when a group is made: else one rank codes what the other takes as it is."""
+    ended = launch(2, split_disagree)
+    assert [e.state for e in ended] == ["ok"] * 2, explain(ended)
+    for e in ended:
+        for words in ("do not agree", "rank 0", "rank 1", "zip", "native"):
+            assert words in e.value, e.value
 
 
 # pytorch 92344

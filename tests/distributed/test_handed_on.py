@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from multirank import group, only_zipccl, ranks, seconds
+from multirank import BACKEND, explain, group, init, launch, only_zipccl, pg_options, ranks, seconds
 from oracle import BF16, FP32, NATIVE, assert_bits, assert_number, data, reduce_op, reduced, small_integers
 
 MODES = {"zip": dict(mode="zip", min_bytes=0), "auto": dict(mode="auto"), "native": dict(mode="native")}
@@ -266,6 +267,34 @@ def test_monitored_barrier(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def barrier_with_pending_call(rank: int, world_size: int, store: dist.Store) -> float:
+    init(rank, world_size, store, timeout=20, **MODES["zip"])
+    dist.barrier()
+    if rank == 1:
+        store.wait(["refused"], seconds(20))
+    out = torch.zeros(2 * N, dtype=BF16)
+    work = dist.all_gather_into_tensor(out, data("bf16_gauss", N, rank), async_op=True)
+    spent = 0.0
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="monitored_?[bB]arrier"):
+            dist.monitored_barrier(timeout=seconds(0.5))
+        spent = time.monotonic() - started
+        assert not work.is_completed()
+        store.set("refused", "")
+    work.wait()
+    assert_bits(out, torch.cat([data("bf16_gauss", N, r) for r in range(2)]))
+    return spent
+
+
+@only_zipccl
+def test_monitored_barrier_keeps_its_timeout_while_a_call_is_pending() -> None:
+    """It is to find the rank that holds everyone up, so it must not wait for a call that waits for that rank."""
+    ended = launch(2, barrier_with_pending_call, timeout=25)
+    assert [e.state for e in ended] == ["ok"] * 2, explain(ended)
+    assert ended[0].value < 2, explain(ended)
+
+
 @ranks(2, 3)
 def test_coalesced_all_reduce(rank: int, world_size: int) -> None:
     g = group(**MODES["zip"])
@@ -324,3 +353,100 @@ def test_handed_on_calls_between_zipped_ones(rank: int, world_size: int) -> None
         assert_bits(out, torch.cat([data("bf16_gauss", 9000, r, i) for r in range(world_size)]), i)
         assert torch.equal(summed, sum(small_integers(FP32, 100, r + i) for r in range(world_size)))
         assert_number(sent, data("bf16_gauss", 257, i % 3, i))
+
+
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_average_of_mixed_dtypes(rank: int, world_size: int, mode: str) -> None:
+    """Coalesced, the dtype of one tensor does not decide about the others: floats keep fractions, integers lose them
+    towards zero."""
+
+    def whole(r: int) -> torch.Tensor:
+        return torch.arange(-7, 8, dtype=torch.int32) + r
+
+    def real(r: int) -> torch.Tensor:
+        return torch.arange(-7, 8) * 0.25 + 1.5 * r
+
+    for order in ((whole, real), (real, whole)):
+        tensors = [make(rank) for make in order]
+        with dist._coalescing_manager(group=group(**MODES[mode])):
+            for t in tensors:
+                dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group(**MODES[mode]))
+        for t, make in zip(tensors, order, strict=True):
+            total = sum(make(r) for r in range(world_size))
+            want = total / world_size if make is real else total.div(world_size, rounding_mode="trunc")
+            assert bool((total.remainder(world_size) != 0).any()), "every mean is whole: shows nothing"
+            assert_bits(t, want, (mode, make.__name__))
+
+
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, BF16])
+def test_results_are_the_callers_tensors(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Also where the wrapped backend was given their bytes."""
+    g, last = group(**MODES["zip"]), world_size - 1
+
+    def check(work: dist.Work, mine: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
+        work.wait()
+        for results in (work.result(), work.get_future().wait()):
+            assert isinstance(results, list) and len(results) == len(mine), what
+            for result, tensor, values in zip(results, mine, want, strict=True):
+                assert result.data_ptr() == tensor.data_ptr(), what
+                assert_bits(result, values, what)
+
+    x = data(dtype if dtype != BF16 else "bf16_gauss", 257, rank)
+    everyone = [data(dtype if dtype != BF16 else "bf16_gauss", 257, r) for r in range(world_size)]
+    y = x.clone()
+    check(dist.broadcast(y, src=last, group=g, async_op=True), [y], [everyone[last]], "broadcast")
+    parts = [torch.zeros_like(x) for _ in range(world_size)] if rank == last else None
+    work = dist.gather(x, parts, dst=last, group=g, async_op=True)
+    if rank == last:
+        check(work, parts, everyone, "gather")
+    work.wait()
+    out = torch.zeros_like(x)
+    work = dist.scatter(out, everyone if rank == last else None, src=last, group=g, async_op=True)
+    check(work, [out], [everyone[rank]], "scatter")
+
+
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("mode", ["native", "auto"])
+def test_future_of_a_reduce_scatter_holds_the_output(rank: int, world_size: int, mode: str) -> None:
+    g = group(**MODES[mode])
+    for dtype in (FP32, torch.int32):
+        parts = [small_integers(dtype, 257, rank + j) for j in range(world_size)]
+        want = sum(small_integers(dtype, 257, r + rank) for r in range(world_size))
+        for form in ("list", "tensor"):
+            out = torch.zeros(257, dtype=dtype)
+            if form == "list":
+                work = dist.reduce_scatter(out, parts, group=g, async_op=True)
+            else:
+                work = dist.reduce_scatter_tensor(out, torch.cat(parts), group=g, async_op=True)
+            value = work.get_future().wait()
+            assert isinstance(value, list) and [t.data_ptr() for t in value] == [out.data_ptr()], (form, dtype)
+            assert_bits(value[0], want, (form, dtype))
+            assert_bits(work.result()[0], want, (form, dtype))
+
+
+def drops_the_group_with_a_callback_pending(rank: int, world_size: int, store: dist.Store) -> None:
+    init(rank, world_size, store, timeout=20, **MODES["zip"])
+    g = dist.new_group(backend=BACKEND, timeout=seconds(20), pg_options=pg_options(MODES["zip"]))
+    backend = g._get_backend(torch.device("cpu"))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.7)
+    x = torch.ones(100)
+    future = dist.all_reduce(x, group=g, async_op=True).get_future()
+    called = future.then(lambda f: f.value()[0].sum().item())
+    dist.destroy_process_group(g)
+    del g, future, backend  # waits for the wrapped backend's threads, one of which is to run the callback
+    assert called.wait() == 200
+    dist.destroy_process_group()
+
+
+@only_zipccl
+def test_last_reference_is_dropped_while_a_callback_is_pending() -> None:
+    """Whoever drops it holds the GIL, which the callback needs."""
+    ended = launch(2, drops_the_group_with_a_callback_pending, timeout=20)
+    assert [(e.state, e.exitcode) for e in ended] == [("ok", 0)] * 2, explain(ended)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +60,27 @@ def test_options_are_shown_and_compared() -> None:
     assert "raw" in repr(options) and "123" in repr(options)
 
 
+def test_copies_are_options_too() -> None:
+    """c10d copies what it is given as pg_options."""
+    options = zipccl.Options(mode="raw", min_bytes=123, segment_bytes=1 << 20, inline_fraction=0.25, checksum=True)
+    options._timeout = seconds(7)
+    for made in (copy.deepcopy(options), copy.deepcopy([options])[0]):
+        assert type(made) is zipccl.Options and made is not options
+        assert repr(made) == repr(options)
+        assert made._timeout == seconds(7)
+    made.mode = "zip"
+    assert options.mode == "raw", "the copy is the same object"
+
+
+@ranks(2)
+def test_a_copy_is_accepted_as_options(rank: int, world_size: int) -> None:
+    options = copy.deepcopy(zipccl.Options(mode="raw", min_bytes=0))
+    g = dist.new_group(backend="zipccl", pg_options=options)
+    dist.all_gather_into_tensor(torch.empty(2048, dtype=BF16), torch.ones(1024, dtype=BF16), group=g)
+    only(zipccl.stats(g)["all_gather"], calls=1, raw=1)
+    dist.destroy_process_group(g)
+
+
 def test_positional_options_are_refused() -> None:
     with pytest.raises(TypeError):
         zipccl.Options("zip")
@@ -96,8 +120,6 @@ def test_wrong_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch, 
 
 
 def uses_environment(rank: int, world_size: int, store: dist.Store) -> dict:
-    import os
-
     os.environ["ZIPCCL_MODE"] = "raw"
     os.environ["ZIPCCL_MIN_BYTES"] = "0"
     dist.init_process_group("zipccl", store=store, rank=rank, world_size=world_size, timeout=seconds(20))
@@ -110,6 +132,47 @@ def uses_environment(rank: int, world_size: int, store: dist.Store) -> dict:
 def test_environment_variables_reach_the_group() -> None:
     ended = launch(2, uses_environment)
     assert [e.value for e in ended] == [dict(calls=1, raw=1, zipped=0, native=0)] * 2, explain(ended)
+
+
+def unknown_coder(rank: int, world_size: int, store: dist.Store) -> str:
+    os.environ["ZIPCCL_CPU"] = "sse9"
+    with pytest.raises((ValueError, RuntimeError)) as refusal:
+        dist.init_process_group("zipccl", store=store, rank=rank, world_size=world_size, timeout=seconds(10))
+    return str(refusal.value)
+
+
+def test_an_unknown_coder_is_refused_when_a_group_is_made() -> None:
+    """Not in the worker of some ranks during their first call, for which the others would wait."""
+    ended = launch(2, unknown_coder, timeout=25)
+    assert [e.state for e in ended] == ["ok"] * 2, explain(ended)
+    for e in ended:
+        assert "sse9" in e.value and "portable" in e.value, e.value
+
+
+def inherits_while_it_lives(rank: int, world_size: int, store: dist.Store) -> list[tuple[str, int]]:
+    from zipccl.backend import backend_of
+
+    got = []
+    for i, (world, options) in enumerate(
+        [("zipccl", dict(mode="raw", min_bytes=123)), ("gloo", {}), ("zipccl", dict(mode="zip"))]
+    ):
+        dist.init_process_group(
+            world,
+            store=dist.PrefixStore(f"world{i}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=seconds(20),
+            pg_options=zipccl.Options(**options) if options else None,
+        )
+        made = backend_of(dist.new_group(backend="zipccl")).options
+        got.append((made.mode, made.min_bytes))
+        dist.destroy_process_group()
+    return got
+
+
+def test_options_are_inherited_from_a_living_default_group_only() -> None:
+    ended = launch(2, inherits_while_it_lives)
+    assert [e.value for e in ended] == [[("raw", 123), ("auto", 65536), ("zip", 65536)]] * 2, explain(ended)
 
 
 def foreign_options(rank: int, world_size: int, store: dist.Store) -> str:

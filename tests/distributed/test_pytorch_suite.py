@@ -43,6 +43,8 @@ def compare(shadow: bool, at_least: int, timeout: float) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shadow", [False, True], ids=["by_name", "shadow"])
+@pytest.mark.parametrize(
+    "shadow", [pytest.param(False, marks=pytest.mark.slow, id="by_name"), pytest.param(True, id="shadow")]
+)
 def test_none_fails_that_passes_over_gloo(shadow: bool) -> None:
     compare(shadow, at_least=75 if shadow else 55, timeout=200)

@@ -311,6 +311,30 @@ def test_coalesced_of_both_dtypes(rank: int, world_size: int, op: str) -> None:
             assert_bits(out, reduced([contribution(k, n, r, rank) for r in range(world_size)], op), (k, n))
 
 
+@only_zipccl
+@ranks(2, 3)
+@pytest.mark.parametrize("mode", ["zip", "native", "auto"])
+def test_average_of_floats_and_integers_coalesced(rank: int, world_size: int, mode: str) -> None:
+    """Floats keep the fraction of a mean that is not whole, integers lose it towards zero, in either order."""
+
+    def real(r: int) -> torch.Tensor:
+        return torch.arange(-30, 30)[: 12 * world_size] * 0.25 + 1.5 * r
+
+    def whole(r: int) -> torch.Tensor:
+        return torch.arange(-18, 42, dtype=torch.int32)[: 12 * world_size] + r
+
+    g, mine = group(**MODES[mode]), slice(12 * rank, 12 * (rank + 1))
+    for order in ((real, whole), (whole, real)):
+        outputs = [torch.zeros(12, dtype=make(0).dtype) for make in order]
+        with dist._coalescing_manager(group=g):
+            for out, make in zip(outputs, order, strict=True):
+                dist.reduce_scatter_tensor(out, make(rank), op=dist.ReduceOp.AVG, group=g)
+        for out, make in zip(outputs, order, strict=True):
+            total = sum(make(r) for r in range(world_size))[mine]
+            want = total / world_size if make is real else total.div(world_size, rounding_mode="trunc")
+            assert_bits(out, want, (mode, make.__name__))
+
+
 @ranks(2, 3)
 @pytest.mark.parametrize("mode", ["zip", "auto"])
 def test_integers_are_handed_on(rank: int, world_size: int, mode: str) -> None:

@@ -67,6 +67,33 @@ def test_future_callbacks(rank: int, world_size: int) -> None:
     assert torch.equal(tripled, torch.full((N,), 6.0))
 
 
+# PowerSGD's hook: each step of it is a callback of the future of the step before
+@only_zipccl
+@ranks(2, 3)
+def test_callbacks_may_wait_for_collectives_of_the_same_group(rank: int, world_size: int) -> None:
+    g = group(**ZIP)
+    dist.barrier(group=g)
+    if rank == world_size - 1:
+        time.sleep(0.3)  # the others' callbacks run when the call completes, not at once
+
+    def next_gather(_: torch.futures.Future) -> torch.Tensor:
+        out, work = gather(g, rank, "inner")
+        work.wait()
+        return out
+
+    def next_sum(f: torch.futures.Future) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = torch.arange(4, dtype=torch.int64) * 3 + rank  # of integers: made by the worker
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=g)
+        return f.value(), mean
+
+    outer, work = gather(g, rank, "outer")
+    inner, mean = work.get_future().then(next_gather).then(next_sum).wait()
+    work.wait()
+    assert_bits(outer, gathered(world_size, "outer"))
+    assert_bits(inner, gathered(world_size, "inner"))
+    assert mean.tolist() == [(3 * i * world_size + sum(range(world_size))) // world_size for i in range(4)]
+
+
 @ranks(2)
 def test_work_after_completion(rank: int, world_size: int) -> None:
     out, work = gather(group(**ZIP), rank)
