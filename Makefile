@@ -13,7 +13,7 @@ OLD_ENV = .venv-2.13
 # Where the tests run against the older torch: a copy without zipccl/, so that they can only import what is installed.
 OLD_TREE = build/test-2.13
 
-CPP = $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP = $(shell find csrc tests benchmarks -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 EXTENSION_FILES = setup.py $(shell find csrc -name '*.cpp' -o -name '*.h')
 PYTHON_FILES = $(shell find zipccl -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
 

@@ -41,14 +41,12 @@ double time_memcpy(void* output, const void* input, uint64_t bytes, int repeat) 
 
 double time_encode(const void* input, uint64_t elements, int dtype, uint8_t* statics, uint8_t* dynamic, int repeat) {
   const uint64_t pool = zipccl::pool_bound(elements);
-  return seconds_of(repeat, [&] {
-    zipccl::encode(input, elements, static_cast<zipccl::DType>(dtype), {}, pool, statics, dynamic);
-  });
+  return seconds_of(
+      repeat, [&] { zipccl::encode(input, elements, static_cast<zipccl::DType>(dtype), {}, pool, statics, dynamic); });
 }
 
 double time_decode(uint8_t* statics, uint8_t* dynamic, uint64_t elements, int dtype, void* output, int repeat) {
   const zipccl::Message message{statics, static_size(elements), dynamic, dynamic_size(elements, dtype)};
-  return seconds_of(
-      repeat, [&] { zipccl::decode(message, elements, static_cast<zipccl::DType>(dtype), output); });
+  return seconds_of(repeat, [&] { zipccl::decode(message, elements, static_cast<zipccl::DType>(dtype), output); });
 }
 }

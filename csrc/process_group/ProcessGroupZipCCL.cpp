@@ -11,111 +11,13 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "collectives/backend_transport.h"
-#include "process_group/tensor.h"
+#include "process_group/gloo.h"
 
 namespace zipccl {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
 using c10d::OpType;
 using c10d::ReduceOp;
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
-  const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
-  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
-}
-
-// Where a job writes: the tensor itself, or a dense stand-in that is copied back.
-class Target {
- public:
-  explicit Target(const at::Tensor& tensor)
-      : tensor_(tensor), dense_(is_dense(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options())) {}
-  const at::Tensor& dense() const { return dense_; }
-  void copy_back() {
-    if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
-  }
-
- private:
-  at::Tensor tensor_;
-  at::Tensor dense_;
-};
-
-std::vector<Target> targets_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
-
-// dtypes that Gloo's collectives know. It moves the others as bytes.
-bool gloo_knows(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kBool:
-    case at::kInt:
-    case at::kLong:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-      return true;
-    default:
-      return false;
-  }
-}
-
-Tensors as_gloo_knows(const char* collective, const Tensors& tensors) {
-  Tensors known;
-  for (const auto& tensor : tensors) {
-    if (gloo_knows(tensor.scalar_type())) {
-      known.push_back(tensor);
-      continue;
-    }
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), "zipccl ", collective, ": a tensor of dtype ", tensor.scalar_type(),
-                      " must be contiguous");
-    known.push_back(tensor.view({-1}).view(at::kByte));
-  }
-  return known;
-}
-
-std::vector<Tensors> as_gloo_knows(const char* collective, const std::vector<Tensors>& lists) {
-  std::vector<Tensors> known;
-  for (const auto& list : lists) known.push_back(as_gloo_knows(collective, list));
-  return known;
-}
-
-// Reductions that Gloo lacks and an NCCL user expects.
-bool gloo_lacks(const ReduceOp& operation, at::ScalarType type) {
-  return operation == ReduceOp::PREMUL_SUM ||
-         (operation == ReduceOp::AVG && at::isIntegralType(type, /*includeBool=*/false));
-}
-
-at::Tensor premul_factor(const ReduceOp& operation) {
-  const auto* supplement = static_cast<const c10d::NCCLPreMulSumSupplement*>(operation.supplement_.get());
-  TORCH_CHECK_VALUE(supplement, "zipccl: a PREMUL_SUM without its factor");
-  if (supplement->tensor_factor.defined()) return supplement->tensor_factor.to(at::kCPU);
-  return at::scalar_tensor(supplement->double_factor, at::kDouble);
-}
-
-// The two ends of a reduction made of the wrapped backend's SUM: what is summed, and what the sum becomes. Summing
-// in fp32 spares 16-bit floats all roundings but the last.
-at::Tensor to_be_summed(const at::Tensor& tensor, const ReduceOp& operation) {
-  const bool small_float = at::isFloatingType(tensor.scalar_type()) && tensor.element_size() < 4;
-  at::Tensor summand = small_float ? tensor.to(at::kFloat) : tensor.clone(at::MemoryFormat::Contiguous);
-  summand = dense(summand);
-  if (operation == ReduceOp::PREMUL_SUM) {
-    summand = (summand * premul_factor(operation).to(summand.is_floating_point() ? summand.scalar_type() : at::kDouble))
-                  .to(summand.scalar_type());
-  }
-  return summand;
-}
-
-void from_sum(const at::Tensor& output, const at::Tensor& sum, const ReduceOp& operation, int size) {
-  at::Tensor result = sum.view(output.sizes());
-  if (operation == ReduceOp::AVG) {
-    result = at::isIntegralType(output.scalar_type(), false) ? at::div(result, size, "trunc") : at::div(result, size);
-  }
-  output.copy_(result);
-}
 
 bool reduces_in_fp32(const ReduceOp& operation) {
   return operation == ReduceOp::SUM || operation == ReduceOp::AVG || operation == ReduceOp::PREMUL_SUM ||
@@ -129,39 +31,6 @@ Reduce reduce_of(const ReduceOp& operation, int size) {
   if (operation == ReduceOp::AVG) reduce.divisor = static_cast<float>(size);
   if (operation == ReduceOp::PREMUL_SUM) reduce.scale = premul_factor(operation).item<float>();
   return reduce;
-}
-
-void check_same_dtype(const char* collective, const Tensors& tensors, const at::Tensor& like) {
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.scalar_type() == like.scalar_type(), "zipccl ", collective,
-                      ": all tensors of a call have one dtype, got ", tensor.scalar_type(), " and ",
-                      like.scalar_type());
-  }
-}
-
-void check_contiguous(const char* collective, const at::Tensor& output) {
-  TORCH_CHECK_VALUE(is_dense(output), "zipccl ", collective, ": the output tensor must be contiguous, its strides are ",
-                    output.strides(), "; pass a contiguous tensor and copy it, or use the list form");
-}
-
-// Gloo takes a tensor's memory from its first to its last element for its values.
-void check_no_gaps(const char* collective, const Tensors& tensors) {
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.layout() != at::kStrided || tensor.is_non_overlapping_and_dense(), "zipccl ", collective,
-                      ": the tensor must not have gaps, its strides are ", tensor.strides(),
-                      "; pass a contiguous tensor and copy it");
-  }
-}
-
-uint64_t largest(const Tensors& tensors) {
-  uint64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes = std::max<uint64_t>(bytes, tensor.nbytes());
-  return bytes;
-}
-
-bool same_sizes(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
 void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions& options) {
@@ -184,55 +53,6 @@ void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions
   TORCH_CHECK(false, "zipccl: the ranks of the group do not agree: rank ", rank, " has ", mine, others,
               ". Install one version everywhere and give all ranks the same zipccl.Options and ZIPCCL_* variables.");
 }
-
-// Gloo compares shapes where NCCL counts elements: flattened, tensors of as many elements are the same to it.
-Tensors flat(const Tensors& tensors) {
-  Tensors views;
-  for (const auto& tensor : tensors) views.push_back(dense(tensor).view({-1}));
-  return views;
-}
-
-bool all_dense(const Tensors& tensors) { return std::all_of(tensors.begin(), tensors.end(), is_dense); }
-
-bool all_known(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [](const at::Tensor& tensor) { return gloo_knows(tensor.scalar_type()); });
-}
-
-// Whether `whole` is `size` tensors like `part`, one below the other.
-bool is_rows_of(const at::Tensor& whole, const at::Tensor& part, int size) {
-  return part.dim() > 0 && whole.dim() == part.dim() && whole.size(0) == size * part.size(0) &&
-         whole.sizes().slice(1) == part.sizes().slice(1);
-}
-
-bool are_rows_of(const Tensors& wholes, const Tensors& parts, int size) {
-  for (size_t i = 0; i < wholes.size(); i++) {
-    if (!is_rows_of(wholes[i], parts[i], size)) return false;
-  }
-  return true;
-}
-
-bool same_dtype(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& tensor) { return tensor.scalar_type() == tensors[0].scalar_type(); });
-}
-
-bool have_shape(const Tensors& tensors, const at::Tensor& like) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& tensor) { return tensor.sizes() == like.sizes(); });
-}
-
-Tensors chunks(const at::Tensor& tensor, int size) {
-  const int64_t elements = tensor.numel() / size;
-  const at::Tensor flat = tensor.view({-1});
-  Tensors parts;
-  for (int r = 0; r < size; r++) parts.push_back(flat.narrow(0, r * elements, elements));
-  return parts;
-}
-
-}  // namespace
-
-namespace {
 
 // Never destroyed: a group may outlive this file's statics.
 std::mutex& live_mutex = *new std::mutex;

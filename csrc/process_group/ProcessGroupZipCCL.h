@@ -15,6 +15,7 @@
 
 #include "collectives/collectives.h"
 #include "process_group/options.h"
+#include "process_group/tensor.h"
 #include "process_group/worker.h"
 
 namespace zipccl {
@@ -29,7 +30,6 @@ struct CollectiveStats {
 
 class ProcessGroupZipCCL final : public c10d::Backend {
  public:
-  using Tensors = std::vector<at::Tensor>;
   template <typename T>
   using Ptr = c10::intrusive_ptr<T>;
   using WorkPtr = Ptr<c10d::Work>;

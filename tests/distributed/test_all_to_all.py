@@ -238,7 +238,7 @@ def test_lists_of_a_wrong_length_are_refused(rank: int, world_size: int) -> None
         return [torch.ones(9000, dtype=BF16) for _ in range(n)]
 
     w = world_size
-    for n_out, n_in in ((w, 0), (0, w), (0, 0), (w, w - 1), (w - 1, w), (w, w + 1), (w + 1, w), (w + 1, w + 1)):
+    for n_out, n_in in ((w, 0), (0, w), (w, w - 1), (w - 1, w), (w, w + 1), (w + 1, w), (w + 1, w + 1)):
         with pytest.raises(ValueError, match="list|tensor"):
             dist.all_to_all(tensors(n_out), tensors(n_in), group=g)
             raise AssertionError(f"{n_out} outputs and {n_in} inputs were accepted")

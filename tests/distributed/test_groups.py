@@ -163,10 +163,10 @@ def test_exception_inside_a_coalescing_manager(rank: int, world_size: int) -> No
     """The next use starts anew, without the works that were left."""
     with fresh_group(**ZIP) as g:
         cpu, peer = torch.device("cpu"), 1 - rank
-        lost, got = torch.zeros(N, dtype=BF16), torch.zeros(N, dtype=BF16)
+        late, got = torch.zeros(N, dtype=BF16), torch.zeros(N, dtype=BF16)
         with pytest.raises(ValueError, match="gaps"):
             with dist._coalescing_manager(group=g, device=cpu, async_ops=True):
-                dist.irecv(lost, peer, group=g, tag=7)  # nobody sends until the end of the test
+                left = dist.irecv(late, peer, group=g, tag=7)  # nobody sends until the end of the test
                 dist.broadcast(torch.ones(4, 2)[:, 0], 0, group=g)
         with dist._coalescing_manager(group=g, device=cpu, async_ops=True) as manager:
             dist.isend(data("bf16_gauss", N, rank), peer, group=g)
@@ -174,8 +174,9 @@ def test_exception_inside_a_coalescing_manager(rank: int, world_size: int) -> No
         manager.wait()
         assert_bits(got, data("bf16_gauss", N, peer))
         check(g, [0, 1], rank)
-        dist.send(torch.ones(N, dtype=BF16), peer, group=g, tag=7)
-        dist.barrier(group=g)
+        dist.send(data("bf16_gauss", N, rank, "late"), peer, group=g, tag=7)
+        left.wait()
+        assert_bits(late, data("bf16_gauss", N, peer, "late"))
 
 
 @only_zipccl

@@ -358,26 +358,27 @@ def test_handed_on_calls_between_zipped_ones(rank: int, world_size: int) -> None
 @only_zipccl
 @ranks(2, 3)
 @pytest.mark.parametrize("mode", MODES)
-def test_average_of_mixed_dtypes(rank: int, world_size: int, mode: str) -> None:
+@pytest.mark.parametrize("first", ["integers", "floats"])
+def test_average_of_mixed_dtypes(rank: int, world_size: int, first: str, mode: str) -> None:
     """Coalesced, the dtype of one tensor does not decide about the others: floats keep fractions, integers lose them
     towards zero."""
 
     def whole(r: int) -> torch.Tensor:
-        return torch.arange(-7, 8, dtype=torch.int32) + r
+        return torch.arange(-7, 8, dtype=torch.int32) + r * r
 
     def real(r: int) -> torch.Tensor:
         return torch.arange(-7, 8) * 0.25 + 1.5 * r
 
-    for order in ((whole, real), (real, whole)):
-        tensors = [make(rank) for make in order]
-        with dist._coalescing_manager(group=group(**MODES[mode])):
-            for t in tensors:
-                dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group(**MODES[mode]))
-        for t, make in zip(tensors, order, strict=True):
-            total = sum(make(r) for r in range(world_size))
-            want = total / world_size if make is real else total.div(world_size, rounding_mode="trunc")
-            assert bool((total.remainder(world_size) != 0).any()), "every mean is whole: shows nothing"
-            assert_bits(t, want, (mode, make.__name__))
+    order = (whole, real) if first == "integers" else (real, whole)
+    tensors = [make(rank) for make in order]
+    with dist._coalescing_manager(group=group(**MODES[mode])):
+        for t in tensors:
+            dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group(**MODES[mode]))
+    for t, make in zip(tensors, order, strict=True):
+        total = sum(make(r) for r in range(world_size))
+        want = total / world_size if make is real else total.div(world_size, rounding_mode="trunc")
+        assert bool((total.remainder(world_size) != 0).any()), "every mean is whole: shows nothing"
+        assert_bits(t, want, (mode, make.__name__))
 
 
 @only_zipccl

@@ -321,7 +321,7 @@ def test_average_of_floats_and_integers_coalesced(rank: int, world_size: int, mo
         return torch.arange(-30, 30)[: 12 * world_size] * 0.25 + 1.5 * r
 
     def whole(r: int) -> torch.Tensor:
-        return torch.arange(-18, 42, dtype=torch.int32)[: 12 * world_size] + r
+        return torch.arange(-18, 42, dtype=torch.int32)[: 12 * world_size] + r * r
 
     g, mine = group(**MODES[mode]), slice(12 * rank, 12 * (rank + 1))
     for order in ((real, whole), (whole, real)):
@@ -331,6 +331,7 @@ def test_average_of_floats_and_integers_coalesced(rank: int, world_size: int, mo
                 dist.reduce_scatter_tensor(out, make(rank), op=dist.ReduceOp.AVG, group=g)
         for out, make in zip(outputs, order, strict=True):
             total = sum(make(r) for r in range(world_size))[mine]
+            assert bool((total.remainder(world_size) != 0).any()), "every mean is whole: shows nothing"
             want = total / world_size if make is real else total.div(world_size, rounding_mode="trunc")
             assert_bits(out, want, (mode, make.__name__))
 
