@@ -291,7 +291,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter(Tensors& outpu
   TORCH_CHECK_VALUE(inputs[0][rank_].numel() == output.numel(), "zipccl ", kName, ": the input for this rank has ",
                     inputs[0][rank_].numel(), " elements, its output ", output.numel());
   const bool exchangeable = reduces_in_fp32(operation) && dtype_of(output) != DType::kBytes;
-  const bool lacks = gloo_lacks(operation, output.scalar_type());
+  const bool lacks = gloo_lacks(operation, outputs);
   if (exchangeable && (lacks || exchanges(output, largest(inputs[0])))) {
     return submit_exchange(Collective::kReduceScatter, OpType::REDUCE_SCATTER, inputs[0], outputs, options.timeout,
                            {reduce_scatter_job(output, inputs[0], operation)});
@@ -320,7 +320,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
   const ReduceOp& operation = options.reduceOp;
   bool exchangeable = reduces_in_fp32(operation);
   bool wanted = false;
-  bool lacks = false;
   std::vector<Tensors> parts;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
@@ -331,9 +330,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
                       " come out of it");
     exchangeable = exchangeable && dtype_of(outputs[i]) != DType::kBytes;
     wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
-    lacks = lacks || gloo_lacks(operation, outputs[i].scalar_type());
     parts.push_back(chunks(dense(inputs[i]), size_));
   }
+  const bool lacks = gloo_lacks(operation, outputs);
   const bool one = outputs.size() == 1;
   if (exchangeable && (lacks || wanted)) {
     std::vector<Job> jobs;
@@ -453,9 +452,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, c
   check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
   const ReduceOp operation = options.reduceOp;
-  if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
-    return coalesced(plain_->allreduce(tensors, options));
-  }
+  if (!gloo_lacks(operation, tensors)) return coalesced(plain_->allreduce(tensors, options));
   return submit("all_reduce", OpType::ALLREDUCE, tensors, tensors, options.timeout,
                 [this, tensors, operation](std::chrono::milliseconds timeout) {
                   for (const auto& tensor : tensors) {
@@ -476,10 +473,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_sparse(Tensors& ten
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& tensors,
                                                                        const c10d::AllreduceCoalescedOptions& options) {
-  const bool lacks = std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return gloo_lacks(options.reduceOp, tensor.scalar_type());
-  });
-  if (lacks) return allreduce(tensors, options);
+  if (gloo_lacks(options.reduceOp, tensors)) return allreduce(tensors, options);
   check_device("all_reduce", tensors);
   check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
@@ -491,9 +485,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, cons
   check_no_gaps("reduce", tensors);
   count_native("reduce");
   const ReduceOp operation = options.reduceOp;
-  if (tensors.empty() || !gloo_lacks(operation, tensors[0].scalar_type())) {
-    return coalesced(plain_->reduce(tensors, options));
-  }
+  if (!gloo_lacks(operation, tensors)) return coalesced(plain_->reduce(tensors, options));
   const int64_t root = options.rootRank;
   return submit("reduce", OpType::REDUCE, tensors, tensors, options.timeout,
                 [this, tensors, operation, root](std::chrono::milliseconds timeout) {

@@ -47,10 +47,12 @@ inline std::vector<Tensors> as_gloo_knows(const char* collective, const std::vec
   return known;
 }
 
-// Reductions that Gloo lacks and an NCCL user expects.
-inline bool gloo_lacks(const c10d::ReduceOp& operation, at::ScalarType type) {
+// Whether Gloo lacks a reduction of any of these that an NCCL user expects.
+inline bool gloo_lacks(const c10d::ReduceOp& operation, const Tensors& tensors) {
   return operation == c10d::ReduceOp::PREMUL_SUM ||
-         (operation == c10d::ReduceOp::AVG && at::isIntegralType(type, /*includeBool=*/false));
+         (operation == c10d::ReduceOp::AVG && std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+            return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+          }));
 }
 
 inline at::Tensor premul_factor(const c10d::ReduceOp& operation) {

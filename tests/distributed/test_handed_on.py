@@ -430,24 +430,32 @@ def test_future_of_a_reduce_scatter_holds_the_output(rank: int, world_size: int,
             assert_bits(work.result()[0], want, (form, dtype))
 
 
-def drops_the_group_with_a_callback_pending(rank: int, world_size: int, store: dist.Store) -> None:
-    init(rank, world_size, store, timeout=20, **MODES["zip"])
-    g = dist.new_group(backend=BACKEND, timeout=seconds(20), pg_options=pg_options(MODES["zip"]))
+PENDING = {
+    "all_reduce": lambda g: dist.all_reduce(torch.ones(100), group=g, async_op=True),
+    "reduce_scatter": lambda g: dist.reduce_scatter_tensor(torch.empty(100), torch.ones(200), group=g, async_op=True),
+    "zipped": lambda g: dist.all_gather_into_tensor(torch.empty(200), torch.ones(100), group=g, async_op=True),
+}
+
+
+def drops_the_group_with_a_callback_pending(rank: int, world_size: int, store: dist.Store, call: str) -> None:
+    init(rank, world_size, store, timeout=20)
+    options = pg_options(dict(mode="zip", min_bytes=0) if call == "zipped" else dict(mode="native"))
+    g = dist.new_group(backend=BACKEND, timeout=seconds(20), pg_options=options)
     backend = g._get_backend(torch.device("cpu"))
     dist.barrier()
     if rank == 1:
         time.sleep(0.7)
-    x = torch.ones(100)
-    future = dist.all_reduce(x, group=g, async_op=True).get_future()
+    future = PENDING[call](g).get_future()
     called = future.then(lambda f: f.value()[0].sum().item())
     dist.destroy_process_group(g)
-    del g, future, backend  # waits for the wrapped backend's threads, one of which is to run the callback
+    del g, future, backend  # waits for the group's threads, one of which is to run the callback
     assert called.wait() == 200
     dist.destroy_process_group()
 
 
 @only_zipccl
-def test_last_reference_is_dropped_while_a_callback_is_pending() -> None:
+@pytest.mark.parametrize("call", PENDING)
+def test_last_reference_is_dropped_while_a_callback_is_pending(call: str) -> None:
     """Whoever drops it holds the GIL, which the callback needs."""
-    ended = launch(2, drops_the_group_with_a_callback_pending, timeout=20)
+    ended = launch(2, drops_the_group_with_a_callback_pending, timeout=20, call=call)
     assert [(e.state, e.exitcode) for e in ended] == [("ok", 0)] * 2, explain(ended)
