@@ -45,7 +45,7 @@ inline uint8_t exponent_of(uint8_t code, uint8_t top) {
   return mode == Mode::kWindowAndZero && code == 7 ? 0 : static_cast<uint8_t>(top + 1 - code);
 }
 
-template <Mode mode>
+template <Mode mode, bool>
 void encode_mode(const uint16_t* values, uint32_t elements, uint8_t top, uint8_t* body, uint8_t* escapes,
                  uint16_t* escape_end) {
   uint8_t* planes = body + elements;
@@ -71,7 +71,7 @@ void encode_mode(const uint16_t* values, uint32_t elements, uint8_t top, uint8_t
   }
 }
 
-template <Mode mode>
+template <Mode mode, bool>
 bool decode_mode(const uint8_t* body, uint32_t elements, uint8_t top, const uint8_t* escapes,
                  const uint16_t* escape_end, uint16_t* values) {
   const uint8_t* planes = body + elements;
@@ -98,25 +98,15 @@ bool decode_mode(const uint8_t* body, uint32_t elements, uint8_t top, const uint
   return true;
 }
 
-void encode_chunk(const uint16_t* values, uint32_t elements, Window window, uint8_t* body, uint8_t* escapes,
-                  uint16_t* escape_end) {
-  const auto run = window.mode == Mode::kWindow ? encode_mode<Mode::kWindow> : encode_mode<Mode::kWindowAndZero>;
-  run(values, elements, window.top, body, escapes, escape_end);
-}
-
-bool decode_chunk(const uint8_t* body, uint32_t elements, Window window, const uint8_t* escapes,
-                  const uint16_t* escape_end, uint16_t* values) {
-  const auto run = window.mode == Mode::kWindow ? decode_mode<Mode::kWindow> : decode_mode<Mode::kWindowAndZero>;
-  return run(body, elements, window.top, escapes, escape_end, values);
-}
-
 void finish_streaming() {}
 
 }  // namespace
+}  // namespace zipccl
 
-const Coder kPortableCoder = {
-    "portable",      encode_chunk,   encode_chunk, decode_chunk, decode_chunk,        finish_streaming,
-    split,           merge,          narrow,       widen,        accumulate_bfloat16, accumulate_float32,
-    finish_bfloat16, finish_float32, sum_words};
+#include "table.h"
+
+namespace zipccl {
+
+const Coder kPortableCoder = make_coder("portable");
 
 }  // namespace zipccl
