@@ -363,9 +363,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
                        [&](const at::Tensor& output) { return overlap(input, output); });
   });
   Tensors sources;
-  for (const auto& input : inputs)
-    sources.push_back(aliased ? input.clone(at::MemoryFormat::Contiguous) : dense(input));
-  for (auto& source : sources) source = dense(source);
+  for (const auto& input : inputs) sources.push_back(dense(aliased ? input.clone() : input));
   Job job = [targets, sources](const ExchangeContext& context, uint64_t sequence) mutable {
     const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0])};
     std::vector<Part> parts;
