@@ -28,8 +28,6 @@ int choose_coder(const char* name) {
   }
 }
 
-const char* chosen_coder() { return zipccl::coder_name(); }
-
 uint64_t static_size(uint64_t elements) { return zipccl::static_bytes(elements, zipccl::pool_bound(elements)); }
 uint64_t dynamic_size(uint64_t elements, int dtype) {
   return zipccl::dynamic_bound(elements, static_cast<zipccl::DType>(dtype), zipccl::pool_bound(elements));

@@ -65,7 +65,6 @@ py::dict as_dict(const CollectiveStats& stats) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception<FormatError>(module, "FormatError", PyExc_ValueError);
 
-  module.attr("FORMAT_VERSION") = kVersion;
   module.def("encode", &encode_tensor, py::arg("tensor"), py::arg("sigma"), py::call_guard<py::gil_scoped_release>());
   module.def("decode_into", &decode_into, py::arg("buffer"), py::arg("output"),
              py::call_guard<py::gil_scoped_release>());
@@ -75,8 +74,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(static_cast<int>(header.dtype), header.elements);
   });
   module.def("window_top", &window_top, py::arg("sigma"));
-  module.def("coder_name", &coder_name);
-  module.def("set_coder", &set_coder, py::arg("name"));
 
   py::class_<ZipCCLOptions, c10::intrusive_ptr<ZipCCLOptions>, c10d::Backend::Options>(module, "Options")
       .def(py::init<>())

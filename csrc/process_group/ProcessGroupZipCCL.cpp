@@ -153,20 +153,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                                    const c10d::AllgatherOptions& options) {
-  constexpr auto kName = "all_gather";
-  check_device(kName, {output, input});
-  check_same_dtype(kName, {output}, input);
-  check_contiguous(kName, output);
-  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "zipccl ", kName, ": the output has ", output.numel(),
-                    " elements, but ", size_, " inputs of ", input.numel(), " go into it");
-  if (!exchanges(input, input.nbytes()) && gloo_knows(input.scalar_type())) {
-    count_native(kName);
-    if (is_rows_of(output, input, size_)) return coalesced(plain_->_allgather_base(output, input, options));
-    at::Tensor flat_output = output.view({-1}), flat_input = dense(input).view({-1});
-    return with_result(plain_->_allgather_base(flat_output, flat_input, options), {output});
-  }
-  return submit_exchange(Collective::kAllGather, OpType::_ALLGATHER_BASE, {input}, {output}, options.timeout,
-                         {all_gather_job(chunks(output, size_), input)});
+  Tensors outputs{output}, inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -217,17 +205,21 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
                       outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
     native = native && !exchanges(inputs[i], inputs[i].nbytes()) && gloo_knows(inputs[i].scalar_type());
   }
+  const bool one = outputs.size() == 1;
   if (native) {
     count_native(kName);
-    if (are_rows_of(outputs, inputs, size_)) {
-      return coalesced(plain_->allgather_into_tensor_coalesced(outputs, inputs, options));
-    }
+    const auto gather = [&](Tensors& outputs, Tensors& inputs) {
+      return one ? plain_->_allgather_base(outputs[0], inputs[0], options)
+                 : plain_->allgather_into_tensor_coalesced(outputs, inputs, options);
+    };
+    if (are_rows_of(outputs, inputs, size_)) return coalesced(gather(outputs, inputs));
     Tensors flat_outputs = flat(outputs), flat_inputs = flat(inputs);
-    return with_result(plain_->allgather_into_tensor_coalesced(flat_outputs, flat_inputs, options), outputs);
+    return with_result(gather(flat_outputs, flat_inputs), outputs);
   }
   std::vector<Job> jobs;
   for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(chunks(outputs[i], size_), inputs[i]));
-  return submit_exchange(Collective::kAllGather, OpType::COALESCED, inputs, outputs, options.timeout, std::move(jobs));
+  return submit_exchange(Collective::kAllGather, one ? OpType::_ALLGATHER_BASE : OpType::COALESCED, inputs, outputs,
+                         options.timeout, std::move(jobs));
 }
 
 // ---- Reduce-scatter
@@ -320,7 +312,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
   const ReduceOp& operation = options.reduceOp;
   bool exchangeable = reduces_in_fp32(operation);
   bool wanted = false;
-  std::vector<Tensors> parts;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
@@ -330,18 +321,22 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
                       " come out of it");
     exchangeable = exchangeable && dtype_of(outputs[i]) != DType::kBytes;
     wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
-    parts.push_back(chunks(dense(inputs[i]), size_));
   }
   const bool lacks = gloo_lacks(operation, outputs);
   const bool one = outputs.size() == 1;
+  const auto parts = [&](size_t i) { return chunks(dense(inputs[i]), size_); };
   if (exchangeable && (lacks || wanted)) {
     std::vector<Job> jobs;
-    for (size_t i = 0; i < outputs.size(); i++) jobs.push_back(reduce_scatter_job(outputs[i], parts[i], operation));
+    for (size_t i = 0; i < outputs.size(); i++) jobs.push_back(reduce_scatter_job(outputs[i], parts(i), operation));
     return submit_exchange(Collective::kReduceScatter, one ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED, inputs,
                            outputs, options.timeout, std::move(jobs));
   }
   count_native(kName);
-  if (lacks) return reduce_scatter_wrapped(outputs, parts, operation, options.timeout);
+  if (lacks) {
+    std::vector<Tensors> lists;
+    for (size_t i = 0; i < inputs.size(); i++) lists.push_back(parts(i));
+    return reduce_scatter_wrapped(outputs, std::move(lists), operation, options.timeout);
+  }
   const bool rows = are_rows_of(inputs, outputs, size_);
   Tensors native_outputs = rows ? outputs : flat(outputs);
   Tensors native_inputs = rows ? inputs : flat(inputs);
