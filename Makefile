@@ -1,6 +1,7 @@
 # Sets up what each target needs, in environments of its own (.venv and .venv-2.13), and reuses it the next time.
 # Variables: make TORCH=torch==2.15.0 test-fast      another PyTorch
 #            make PYTHON=python3.12 env              another Python (3.11 or newer)
+#            make ZIPCCL_CUDA=0 build                without the CUDA part (1: fail where it cannot be built)
 #            make PYTEST_ARGS='-k gather -x' test-fast
 
 PYTHON = python3
@@ -14,7 +15,7 @@ OLD_ENV = .venv-2.13
 OLD_TREE = build/test-2.13
 
 CPP = $(shell find csrc tests benchmarks -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
-EXTENSION_FILES = setup.py $(shell find csrc -name '*.cpp' -o -name '*.h')
+EXTENSION_FILES = setup.py $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_FILES = $(shell find zipccl -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
 
 SAY = @printf '\n==> %s\n'
@@ -27,7 +28,7 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench build env clean FORCE
+.PHONY: help demo test test-fast test-old lint format bench bench-gpu sass build env clean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +68,12 @@ format: $(ENV)/.tools  ## rewrite the sources in the style that lint checks
 bench: build  ## the codec against memcpy and other compressors
 	$(ENV)/bin/python benchmarks/codec.py
 
+bench-gpu: build  ## the CUDA codec against a copy, and the collectives against NCCL (needs a GPU, or two)
+	$(ENV)/bin/python benchmarks/gpu.py --require
+
+sass: $(ENV)/.tools  ## the CUDA kernels' instructions per element, and what they mean on several GPUs (needs nvcc only)
+	$(ENV)/bin/python benchmarks/sass.py --arch all
+
 build: $(ENV)/.installed  ## compile the extension, if anything changed
 
 env: $(ENV)/.tools  ## PyTorch and the tools, without the extension
@@ -75,7 +82,8 @@ clean:  ## remove what was built; the environments stay
 	rm -rf build zipccl.egg-info zipccl/_C*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f $(ENV)/.built $(ENV)/.installed $(OLD_ENV)/.installed
 
-# Environments. Each stamp file says that a step is done: .torch (it holds which), .tools, .built, .installed.
+# Environments. Each stamp file says that a step is done: .torch (it holds which), .tools, .cuda (it holds what was asked
+# for), .built, .installed.
 
 %/bin/python:
 	$(SAY) 'New environment: $*'
@@ -98,7 +106,11 @@ $(OLD_ENV)/.tools: NAMES = test
 	@$*/bin/python -m pip install $$($*/bin/python $(EXTRAS) $(NAMES)) | sed -u '/^Requirement already satisfied/d'
 	@touch $@
 
-$(ENV)/.built: $(ENV)/.tools $(EXTENSION_FILES)
+CUDA_WISH = ZIPCCL_CUDA=$(ZIPCCL_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)
+%/.cuda: FORCE | %/bin/python
+	@[ "$$(cat $@ 2>/dev/null)" = '$(CUDA_WISH)' ] || echo '$(CUDA_WISH)' > $@
+
+$(ENV)/.built: $(ENV)/.tools $(ENV)/.cuda $(EXTENSION_FILES)
 	$(SAY) 'Building the extension for $(TORCH): a few minutes the first time'
 	$(ENV)/bin/python setup.py build_ext --inplace
 	@touch $@
@@ -109,7 +121,7 @@ $(ENV)/.installed: $(ENV)/.built setup.py pyproject.toml
 	$(ENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(OLD_ENV)/.installed: $(OLD_ENV)/.tools $(EXTENSION_FILES) $(PYTHON_FILES)
+$(OLD_ENV)/.installed: $(OLD_ENV)/.tools $(OLD_ENV)/.cuda $(EXTENSION_FILES) $(PYTHON_FILES)
 	$(SAY) 'Building and installing zipccl for $(OLD_TORCH): a few minutes the first time'
 	$(OLD_ENV)/bin/python setup.py build_ext
 	$(OLD_ENV)/bin/python -m pip install --no-deps --no-build-isolation --force-reinstall .

@@ -40,6 +40,26 @@ void decode_into(const at::Tensor& buffer, at::Tensor output) {
   decode(message, message_elements(output), dtype_of(output), output.data_ptr());
 }
 
+// The Python callable, which may be None, as a function that any thread may call and drop.
+ProcessGroupZipCCL::CudaFactory as_factory(const py::object& callable) {
+  if (callable.is_none()) return nullptr;
+  const std::shared_ptr<py::object> shared(new py::object(callable), [](py::object* object) {
+    if (!Py_IsInitialized()) return;
+    const py::gil_scoped_acquire acquire;
+    delete object;
+  });
+  return [shared](const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Backend>& like,
+                  const c10::intrusive_ptr<ZipCCLOptions>& options, const std::string& name) {
+    const py::gil_scoped_acquire acquire;
+    return (*shared)(store, like, options, name).cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+}
+
+// None where this PyTorch has no NCCL.
+py::object nccl_class() {
+  return py::getattr(py::module_::import("torch.distributed"), "ProcessGroupNCCL", py::none());
+}
+
 py::dict as_dict(const CollectiveStats& stats) {
   py::dict seconds;
   seconds["encode"] = stats.counters.encode_seconds;
@@ -74,6 +94,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(static_cast<int>(header.dtype), header.elements);
   });
   module.def("window_top", &window_top, py::arg("sigma"));
+#ifdef ZIPCCL_CUDA
+  module.attr("built_with_cuda") = true;
+#else
+  module.attr("built_with_cuda") = false;
+#endif
 
   py::class_<ZipCCLOptions, c10::intrusive_ptr<ZipCCLOptions>, c10d::Backend::Options>(module, "Options")
       .def(py::init<>())
@@ -95,19 +120,43 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "inline_fraction", [](const ZipCCLOptions& options) { return options.exchange.inline_fraction; },
           [](ZipCCLOptions& options, double fraction) { options.exchange.inline_fraction = fraction; })
       .def_property(
+          "cuda_segment_bytes", [](const ZipCCLOptions& options) { return options.cuda_segment_bytes; },
+          [](ZipCCLOptions& options, uint64_t bytes) { options.cuda_segment_bytes = bytes; })
+      .def_property(
+          "cuda_over", [](const ZipCCLOptions& options) { return options.cuda_over_gloo ? "gloo" : "nccl"; },
+          [](ZipCCLOptions& options, const std::string& name) { options.cuda_over_gloo = name == "gloo"; })
+      .def_property(
           "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
           [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; });
 
   py::class_<ProcessGroupZipCCL, c10::intrusive_ptr<ProcessGroupZipCCL>, c10d::Backend>(module, "ProcessGroupZipCCL")
-      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, c10::intrusive_ptr<c10d::Backend> plain,
-                       c10::intrusive_ptr<c10d::Backend> exchange, c10::intrusive_ptr<ZipCCLOptions> options) {
-             return c10::make_intrusive<ProcessGroupZipCCL>(store, std::move(plain), std::move(exchange),
-                                                            std::move(options));
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> plain,
+                       c10::intrusive_ptr<c10d::Backend> exchange, c10::intrusive_ptr<ZipCCLOptions> options,
+                       const py::object& cuda_factory) {
+             auto factory = as_factory(cuda_factory);
+             const py::gil_scoped_release release;
+             return c10::make_intrusive<ProcessGroupZipCCL>(std::move(store), std::move(plain), std::move(exchange),
+                                                            std::move(options), std::move(factory));
            }),
-           py::arg("store"), py::arg("plain"), py::arg("exchange"), py::arg("options"),
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("store"), py::arg("plain"), py::arg("exchange"), py::arg("options"), py::arg("cuda_factory"))
       .def_property_readonly("options", &ProcessGroupZipCCL::options)
       .def_property_readonly("plain", &ProcessGroupZipCCL::plain, "The wrapped backend for calls that are handed on.")
+      // New groups are made afresh, members only: there is nothing for others to do.
+      .def(
+          "perform_nocolor_split", [](ProcessGroupZipCCL&, const py::object&) {}, py::arg("device"))
+      // What frameworks call on NCCL's backend beyond c10d's own interface: register_mem_pool, _comm_ptr, ....
+      .def("__getattr__",
+           [](ProcessGroupZipCCL& group, const std::string& name) -> py::object {
+             if (group.serves_cuda() && py::hasattr(nccl_class(), name.c_str())) {
+               c10::intrusive_ptr<c10d::Backend> backend;
+               {
+                 const py::gil_scoped_release release;
+                 backend = group.cuda_plain();
+               }
+               return py::cast(backend).attr(name.c_str());
+             }
+             throw py::attribute_error("'ProcessGroupZipCCL' object has no attribute '" + name + "'");
+           })
       .def_property_readonly("exchange_backend", &ProcessGroupZipCCL::exchange_backend,
                              "The wrapped backend whose sends and receives carry the exchange; the worker's own.")
       .def("stats",

@@ -1,7 +1,10 @@
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend
+
+built_with_cuda: bool
 
 class FormatError(ValueError): ...
 
@@ -11,10 +14,12 @@ class Options(Backend.Options):
     segment_bytes: int
     inline_fraction: float
     checksum: bool
+    cuda_segment_bytes: int
+    cuda_over: str
     def __init__(self) -> None: ...
 
 class ProcessGroupZipCCL(Backend):
-    def __init__(self, store: Any, plain: Any, exchange: Any, options: Options) -> None: ...
+    def __init__(self, store: Any, plain: Any, exchange: Any, options: Options, cuda_factory: Callable[..., Any] | None) -> None: ...
     @property
     def options(self) -> Options: ...
     @property

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo
+
+if dist.is_nccl_available():
+    from torch.distributed import ProcessGroupNCCL
 
 from zipccl import _C
 from zipccl.options import Options
@@ -24,6 +28,28 @@ def _wrapped(name: str, distributed_options: Any) -> ProcessGroupGloo:
     return gloo
 
 
+def _cuda_factory(options: Options) -> Callable[..., Any] | None:
+    """What makes a wrapped backend for CUDA tensors with the ranks of `like`, when one is first needed."""
+    if not _C.built_with_cuda or not torch.cuda.is_available():
+        return None
+    if options.cuda_over == "gloo":
+        return lambda store, like, options, name: like
+    if not dist.is_nccl_available():
+        return None
+    given = options.nccl
+
+    def make(store: dist.Store, like: ProcessGroupGloo, options: _C.Options, name: str) -> Any:
+        nccl = ProcessGroupNCCL.Options()
+        if given is not None:
+            nccl.config, nccl.is_high_priority_stream = given.config, given.is_high_priority_stream
+        nccl._timeout = options._timeout
+        nccl.group_name = f"{like.options.group_name.rpartition('/')[0]}/cuda_{name}"
+        nccl.global_ranks_in_group = list(like.options.global_ranks_in_group)
+        return ProcessGroupNCCL(PrefixStore(f"cuda_{name}", store), like.rank(), like.size(), nccl)
+
+    return make
+
+
 def _world_options() -> Options | None:
     """The default group's options: groups that are made without any, as DeviceMesh and frameworks do, have the same."""
     if not dist.is_initialized():
@@ -36,6 +62,9 @@ def _world_options() -> Options | None:
 
 def create(distributed_options: Any, backend_options: Options | None = None) -> _C.ProcessGroupZipCCL:
     """Makes the backend of a group; called by torch.distributed on all its ranks."""
+    if dist.is_nccl_available() and isinstance(backend_options, ProcessGroupNCCL.Options):
+        nccl, backend_options = backend_options, _world_options() or Options()  # for the wrapped NCCL, as frameworks do
+        backend_options.nccl = nccl
     if backend_options is not None and not isinstance(backend_options, _C.Options):
         raise ValueError(f"zipccl: pg_options must be a zipccl.Options, got {type(backend_options).__name__}")
     # The group's own copy: its timeout may change later.
@@ -48,6 +77,7 @@ def create(distributed_options: Any, backend_options: Options | None = None) -> 
         _wrapped("plain", distributed_options),
         _wrapped("exchange", distributed_options),
         options,
+        _cuda_factory(options),
     )
 
 

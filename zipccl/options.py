@@ -11,6 +11,7 @@ from zipccl import _C
 
 _MODES = ("auto", "zip", "raw", "native")
 _WINDOWS = ("sample",)
+_CUDA_OVER = ("nccl", "gloo")
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
 
@@ -54,6 +55,8 @@ _DEFAULTS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "inline_fraction": (1 / 24, float),
     "window": ("sample", str),
     "checksum": (False, _parse_boolean),
+    "cuda_segment_bytes": (64 << 20, int),
+    "cuda_over": ("nccl", str),
 }
 
 
@@ -74,10 +77,16 @@ class Options(_C.Options):
             per element. Escapes beyond it cost a second message.
         window: How code windows are chosen: ``"sample"``, from samples of the data.
         checksum: Every message carries a checksum and is verified by its receivers.
+        cuda_segment_bytes: As ``segment_bytes``, of calls on CUDA tensors.
+        cuda_over: What carries CUDA tensors: ``"nccl"``, or ``"gloo"`` through processor memory, for tests with
+            several ranks on one GPU.
+        nccl: A ``ProcessGroupNCCL.Options`` whose ``config`` and ``is_high_priority_stream`` the wrapped NCCL groups
+            take over. Not from the environment, and each rank's own affair.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, nccl: Any = None, **options: Any) -> None:
         super().__init__()
+        self.nccl = nccl
         unknown = sorted(set(options) - set(_DEFAULTS))
         if unknown:
             raise ValueError(
@@ -91,11 +100,14 @@ class Options(_C.Options):
         self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
         self.window = _choice("window", values["window"], _WINDOWS)
         self.checksum = _boolean("checksum", values["checksum"])
+        self.cuda_segment_bytes = _bytes("cuda_segment_bytes", values["cuda_segment_bytes"], 1)
+        self.cuda_over = _choice("cuda_over", values["cuda_over"], _CUDA_OVER)
 
     @classmethod
     def of(cls, options: _C.Options) -> Options:
         """A copy of a group's options."""
-        copy = cls(**{name: getattr(options, name, default) for name, (default, _) in _DEFAULTS.items()})
+        values = {name: getattr(options, name, default) for name, (default, _) in _DEFAULTS.items()}
+        copy = cls(nccl=getattr(options, "nccl", None), **values)
         copy._timeout = options._timeout
         return copy
 

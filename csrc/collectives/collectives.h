@@ -1,7 +1,7 @@
-// The collectives over exchange(): what each rank has for the others, and what becomes of what they have for it.
+// The collectives over an exchange: what each rank has for the others, and what becomes of what they have for it.
 //
-// All pointers are to contiguous memory of the context's device. Errors are those of exchange(); after one, outputs
-// hold garbage.
+// All pointers are to contiguous memory of the exchange's device. Errors and the time at which a call is done are the
+// exchange's own.
 #pragma once
 
 #include <vector>
@@ -12,25 +12,17 @@ namespace zipccl {
 
 // outputs[r] receives elements[r] values from rank r; `input` has elements[own rank] values and may be outputs[own
 // rank] itself, but overlaps no other output.
-void all_gather(const ExchangeContext& context, const Call& call, const void* input, const std::vector<void*>& outputs,
+void all_gather(Exchange& exchange, const Call& call, const void* input, const std::vector<void*>& outputs,
                 const std::vector<uint64_t>& elements);
 
 // Sends inputs[r] to rank r and receives incoming[r] values from it into outputs[r]. Zero elements, on any side, are
 // ordinary. Inputs and outputs do not overlap.
-void all_to_all(const ExchangeContext& context, const Call& call, const std::vector<Part>& inputs,
+void all_to_all(Exchange& exchange, const Call& call, const std::vector<Part>& inputs,
                 const std::vector<void*>& outputs, const std::vector<uint64_t>& incoming);
-
-// How contributions become a result: each is multiplied by its own rank's `scale`, accumulated in fp32 in rank order by
-// `reduction` (kSum, kMin or kMax), divided by `divisor` and rounded once to the dtype.
-struct Reduce {
-  Reduction reduction = Reduction::kSum;
-  float scale = 1.0f;
-  float divisor = 1.0f;
-};
 
 // inputs[r] is this rank's contribution to rank r's output; `output` has inputs[own rank].elements values and overlaps
 // no input but possibly, exactly, the own one.
-void reduce_scatter(const ExchangeContext& context, const Call& call, const std::vector<Part>& inputs,
-                    const Reduce& reduce, void* output);
+void reduce_scatter(Exchange& exchange, const Call& call, const std::vector<Part>& inputs, const Reduce& reduce,
+                    void* output);
 
 }  // namespace zipccl

@@ -1,26 +1,19 @@
-// Encode -> exchange -> decode: the schedule under every zipped collective.
+// Encode -> exchange -> decode: what every zipped collective is made of.
 //
 // Every rank has a part for every rank (in an all-gather it is the same part) and consumes the parts that the others
-// have for it. A part travels in segments, each a message of its own in the wire format: while segment k is on the
-// wire, segment k+1 is encoded and segment k-1 decoded, and work memory depends on the segment's size alone.
-//
-// A call begins with one small message to each peer that says what the sender is about to send. A peer that says
-// something else than this rank expects is left out on both sides, the others are served, and the call then fails
-// with a text that names both views: nothing hangs, and the next call finds nothing of this one on the wire.
+// have for it. A part travels in segments, each a message of its own in the wire format, so that work memory depends on
+// the segment's size alone. Which messages there are, and how long their static parts are, is said here, once; how they
+// get from rank to rank differs: HostExchange (host_exchange.h) works on processor memory with posted sends and
+// receives, StreamExchange (cuda/stream_exchange.h) on GPU memory in stream order.
 #pragma once
 
-#include <chrono>
+#include <algorithm>
 #include <cstdint>
-#include <functional>
-#include <map>
-#include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "collectives/device.h"
-#include "collectives/transport.h"
+#include "codec/codec.h"
 
 namespace zipccl {
 
@@ -59,51 +52,78 @@ struct Counters {
   Counters& operator+=(const Counters& other);
 };
 
-// Work memory that lives as long as its group: the same few buffers serve every call.
-class Workspace {
- public:
-  enum Use { kHello, kSendStatic, kSendDynamic, kReceiveStatic, kReceiveDynamic, kAccumulator };
-  explicit Workspace(Device& device) : device_(device) {}
-  // At least `bytes` bytes for this use; what was there for the same use is lost when it has to grow.
-  uint8_t* get(Use use, int peer, int slot, uint64_t bytes);
-
- private:
-  struct Buffer {
-    std::shared_ptr<uint8_t> memory;
-    uint64_t bytes = 0;
-  };
-  Device& device_;
-  std::map<std::tuple<Use, int, int>, Buffer> buffers_;
-};
-
-struct ExchangeContext {
-  Device& device;
-  Transport& transport;
-  Workspace& workspace;
-  const ExchangeOptions& options;
-  std::chrono::steady_clock::time_point deadline;
-  Counters& counters;
-};
-
-// Peers called with other arguments. The transport is still usable.
-class MismatchError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 struct Part {
   const void* data = nullptr;
   uint64_t elements = 0;
 };
 
-// Called for segment 0 of rank 0, of rank 1, ..., then segment 1 of rank 0, ...: `elements` values from `offset` on of
-// what `source` has for this rank, in a message, or null for this rank's own part, which does not travel.
-using Consume = std::function<void(int source, uint64_t offset, uint64_t elements, const Message* message)>;
+// How contributions become a result: each is multiplied by its own rank's `scale`, accumulated in fp32 in rank order by
+// `reduction` (kSum, kMin or kMax), divided by `divisor` and rounded once to the dtype.
+struct Reduce {
+  Reduction reduction = Reduction::kSum;
+  float scale = 1.0f;
+  float divisor = 1.0f;
+};
 
-// outgoing[r]: this rank's part for rank r. incoming[r]: elements of what rank r has for this rank.
-// Throws TransportError, MismatchError, or FormatError for a message that cannot be decoded; in the last two cases
-// after everything that other ranks wait for was sent.
-void exchange(const ExchangeContext& context, const Call& call, const std::vector<Part>& outgoing,
-              const std::vector<uint64_t>& incoming, float scale, const Consume& consume);
+// What one rank has for all, expects of all, and does with it.
+struct Parts {
+  std::vector<Part> outgoing;      // for rank r; the own rank's does not travel
+  std::vector<uint64_t> incoming;  // elements of what rank r has for this rank
+  bool same = false;               // all of `outgoing` are one part
+  // Rank r's part goes to outputs[r], or, where there are none, all are reduced into `output`.
+  std::vector<void*> outputs;
+  Reduce reduce;
+  void* output = nullptr;
+};
+
+// The messages of a call: pure functions of what both ends of a pair know.
+class Segments {
+ public:
+  Segments(const ExchangeOptions& options, DType dtype, int size) : options_(options), dtype_(dtype) {
+    const uint64_t peers = std::max(size - 1, 1);
+    const uint64_t bytes = std::max(kLeastBytes, options_.segment_bytes / peers);
+    elements_ = std::max<uint64_t>(bytes / element_bytes(dtype_) / kChunkElements, 1) * kChunkElements;
+  }
+  // Of a full segment.
+  uint64_t elements() const { return elements_; }
+  uint64_t count(const Parts& parts) const {
+    uint64_t most = 0;
+    for (const Part& part : parts.outgoing) most = std::max(most, part.elements);
+    for (uint64_t elements : parts.incoming) most = std::max(most, elements);
+    return (most + elements_ - 1) / elements_;
+  }
+  // Elements of segment k of a part; 0 past its end.
+  uint64_t elements(uint64_t part_elements, uint64_t k) const {
+    const uint64_t offset = k * elements_;
+    return offset < part_elements ? std::min(elements_, part_elements - offset) : 0;
+  }
+  bool coded(uint64_t part_elements) const {
+    return options_.code && dtype_ != DType::kBytes && part_elements * element_bytes(dtype_) >= options_.min_bytes;
+  }
+  uint64_t inline_bytes(uint64_t segment_elements) const {
+    const auto wanted = static_cast<uint64_t>(static_cast<double>(segment_elements) * options_.inline_fraction);
+    return std::min(round_up(wanted, kAlignment), pool_bound(segment_elements));
+  }
+  uint64_t static_size(uint64_t part_elements, uint64_t segment_elements) const {
+    return coded(part_elements) ? static_bytes(segment_elements, inline_bytes(segment_elements))
+                                : plain_bytes(segment_elements, dtype_);
+  }
+
+ private:
+  // A segment for one peer is not cut smaller than this, however many peers there are.
+  static constexpr uint64_t kLeastBytes = 128 << 10;
+
+  const ExchangeOptions& options_;
+  const DType dtype_;
+  uint64_t elements_;
+};
+
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual void run(const Call& call, const Parts& parts) = 0;
+};
 
 }  // namespace zipccl

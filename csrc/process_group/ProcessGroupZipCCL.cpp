@@ -54,6 +54,8 @@ void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions
               ". Install one version everywhere and give all ranks the same zipccl.Options and ZIPCCL_* variables.");
 }
 
+bool on_cuda(const Tensors& tensors) { return !tensors.empty() && tensors[0].is_cuda(); }
+
 // Never destroyed: a group may outlive this file's statics.
 std::mutex& live_mutex = *new std::mutex;
 std::set<ProcessGroupZipCCL*>& live_groups = *new std::set<ProcessGroupZipCCL*>;  // guarded by live_mutex
@@ -65,20 +67,23 @@ void ProcessGroupZipCCL::abort_all() {
   for (auto* group : live_groups) {
     group->abort();
     group->worker_.stop();
+    std::lock_guard<std::mutex> cuda_lock(group->cuda_mutex_);
+    group->cuda_calls_.reset();
   }
 }
 
-ProcessGroupZipCCL::ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::Backend> plain,
-                                       Ptr<c10d::Backend> exchange, Ptr<ZipCCLOptions> options)
+ProcessGroupZipCCL::ProcessGroupZipCCL(Ptr<c10d::Store> store, Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
+                                       Ptr<ZipCCLOptions> options, CudaFactory cuda_factory)
     : c10d::Backend(plain->getRank(), plain->getSize()),
+      store_(std::move(store)),
       plain_(std::move(plain)),
       exchange_(std::move(exchange)),
       options_(std::move(options)),
-      transport_(std::make_unique<BackendTransport>(exchange_)),
-      workspace_(cpu_device()) {
+      cuda_factory_(std::move(cuda_factory)),
+      transport_(std::make_unique<BackendTransport>(exchange_)) {
   init();
   coder_name();  // a ZIPCCL_CPU that this processor cannot run fails here, on this rank's thread
-  check_agreement(*store, rank_, size_, *options_);
+  check_agreement(*store_, rank_, size_, *options_);
   std::lock_guard<std::mutex> lock(live_mutex);
   live_groups.insert(this);
 }
@@ -94,18 +99,29 @@ ProcessGroupZipCCL::~ProcessGroupZipCCL() {
   }
   worker_.stop();
   coalesced_.clear();
+  cuda_coalesced_.clear();
+  cuda_calls_.reset();  // waits for its worker
+  cuda_exchange_.reset();
+  cuda_plain_.reset();
   close_exchange();
   plain_.reset();
 }
 
 // ---- All-gather
 
-bool ProcessGroupZipCCL::exchanges(const at::Tensor& tensor, uint64_t part_bytes) const {
-  return options_->mode != RouteMode::kNative && dtype_of(tensor) != DType::kBytes &&
-         part_bytes >= options_->exchange.min_bytes;
+bool ProcessGroupZipCCL::exchangeable(const at::Tensor& tensor) const {
+  if (dtype_of(tensor) == DType::kBytes) return false;
+#ifdef ZIPCCL_CUDA
+  if (tensor.is_cuda()) return cuda_calls_possible();
+#endif
+  return true;
 }
 
-ProcessGroupZipCCL::Job ProcessGroupZipCCL::all_gather_job(const Tensors& outputs, const at::Tensor& input) {
+bool ProcessGroupZipCCL::exchanges(const at::Tensor& tensor, uint64_t part_bytes) const {
+  return options_->mode != RouteMode::kNative && exchangeable(tensor) && part_bytes >= options_->exchange.min_bytes;
+}
+
+Job ProcessGroupZipCCL::all_gather_job(const Tensors& outputs, const at::Tensor& input) {
   auto targets = targets_of(outputs);
   at::Tensor source = dense(input);
   for (int r = 0; r < size_; r++) {
@@ -113,7 +129,7 @@ ProcessGroupZipCCL::Job ProcessGroupZipCCL::all_gather_job(const Tensors& output
     const bool in_place = r == rank_ && target.const_data_ptr() == source.const_data_ptr();
     if (!in_place && overlap(source, target)) source = source.clone();
   }
-  return [targets, source](const ExchangeContext& context, uint64_t sequence) mutable {
+  return [targets, source](Exchange& exchange, uint64_t sequence) mutable {
     const Call call{Collective::kAllGather, sequence, dtype_of(source)};
     std::vector<void*> outputs;
     std::vector<uint64_t> elements;
@@ -121,7 +137,7 @@ ProcessGroupZipCCL::Job ProcessGroupZipCCL::all_gather_job(const Tensors& output
       outputs.push_back(target.dense().data_ptr());
       elements.push_back(message_elements(target.dense()));
     }
-    zipccl::all_gather(context, call, source.const_data_ptr(), outputs, elements);
+    zipccl::all_gather(exchange, call, source.const_data_ptr(), outputs, elements);
     for (auto& target : targets) target.copy_back();
   };
 }
@@ -137,6 +153,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
   check_same_dtype(kName, outputs[0], inputs[0]);
   TORCH_CHECK_VALUE(outputs[0][rank_].numel() == inputs[0].numel(), "zipccl ", kName, ": the output for this rank has ",
                     outputs[0][rank_].numel(), " elements, its input ", inputs[0].numel());
+  if (inputs[0].is_cuda() && !exchanges(inputs[0], largest(outputs[0]))) {
+    return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather(outputs, inputs, options); });
+  }
   // Gloo has no all-gather of different sizes, and not all dtypes.
   if (!exchanges(inputs[0], largest(outputs[0])) && same_sizes(outputs[0]) && gloo_knows(inputs[0].scalar_type())) {
     count_native(kName);
@@ -148,7 +167,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
     return with_result(plain_->allgather(flat_outputs, flat_inputs, options), outputs[0]);
   }
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER, inputs, outputs[0], options.timeout,
-                         {all_gather_job(outputs[0], inputs[0])});
+                         options.asyncOp, {all_gather_job(outputs[0], inputs[0])});
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -168,7 +187,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       list.size());
   }
   std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
-  bool native = same_dtype(inputs);
+  bool native = same_dtype(inputs), wanted = false;
   for (size_t i = 0; i < inputs.size(); i++) {
     for (const auto& list : outputs) of_input[i].push_back(list[i]);
     check_device(kName, {inputs[i]});
@@ -176,8 +195,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
     check_same_dtype(kName, of_input[i], inputs[i]);
     TORCH_CHECK_VALUE(of_input[i][rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
                       " of this rank has ", of_input[i][rank_].numel(), " elements, the input ", inputs[i].numel());
-    native = native && !exchanges(inputs[i], largest(of_input[i])) && same_sizes(of_input[i]) &&
-             gloo_knows(inputs[i].scalar_type());
+    wanted = wanted || exchanges(inputs[i], largest(of_input[i]));
+    native = native && !wanted && same_sizes(of_input[i]) && gloo_knows(inputs[i].scalar_type());
+  }
+  if (!inputs.empty() && inputs[0].is_cuda() &&
+      !(wanted && std::all_of(inputs.begin(), inputs.end(), [&](const auto& input) { return exchangeable(input); }))) {
+    return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
   }
   if (native) {
     count_native(kName);
@@ -188,7 +211,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
   for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(of_input[i], inputs[i]));
   for (const auto& list : outputs) flat_outputs.insert(flat_outputs.end(), list.begin(), list.end());
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER_COALESCED, inputs, flat_outputs, options.timeout,
-                         std::move(jobs), c10::IValue(outputs));
+                         options.asyncOp, std::move(jobs), c10::IValue(outputs));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesced(
@@ -196,16 +219,24 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   constexpr auto kName = "all_gather";
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
-  bool native = same_dtype(inputs);  // Gloo would mix up their bytes
+  bool native = same_dtype(inputs), wanted = false;  // Gloo would mix up their bytes
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
     check_contiguous(kName, outputs[i]);
     TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "zipccl ", kName, ": output ", i, " has ",
                       outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
-    native = native && !exchanges(inputs[i], inputs[i].nbytes()) && gloo_knows(inputs[i].scalar_type());
+    wanted = wanted || exchanges(inputs[i], inputs[i].nbytes());
+    native = native && !wanted && gloo_knows(inputs[i].scalar_type());
   }
   const bool one = outputs.size() == 1;
+  if (!inputs.empty() && inputs[0].is_cuda() &&
+      !(wanted && std::all_of(inputs.begin(), inputs.end(), [&](const auto& input) { return exchangeable(input); }))) {
+    return hand_on_cuda(kName, [&](auto& backend) {
+      return one ? backend._allgather_base(outputs[0], inputs[0], options)
+                 : backend.allgather_into_tensor_coalesced(outputs, inputs, options);
+    });
+  }
   if (native) {
     count_native(kName);
     const auto gather = [&](Tensors& outputs, Tensors& inputs) {
@@ -219,12 +250,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   std::vector<Job> jobs;
   for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(chunks(outputs[i], size_), inputs[i]));
   return submit_exchange(Collective::kAllGather, one ? OpType::_ALLGATHER_BASE : OpType::COALESCED, inputs, outputs,
-                         options.timeout, std::move(jobs));
+                         options.timeout, options.asyncOp, std::move(jobs));
 }
 
 // ---- Reduce-scatter
 
-ProcessGroupZipCCL::Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs,
+Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs,
                                                                const ReduceOp& operation) {
   Target target(output);
   Tensors sources;
@@ -236,11 +267,11 @@ ProcessGroupZipCCL::Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor&
   }
   const Reduce reduce = reduce_of(operation, size_);
   const auto code = static_cast<uint8_t>(operation.op_);
-  return [code, reduce, target, sources](const ExchangeContext& context, uint64_t sequence) mutable {
+  return [code, reduce, target, sources](Exchange& exchange, uint64_t sequence) mutable {
     const Call call{Collective::kReduceScatter, sequence, dtype_of(target.dense()), code};
     std::vector<Part> parts;
     for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
-    zipccl::reduce_scatter(context, call, parts, reduce, target.dense().data_ptr());
+    zipccl::reduce_scatter(exchange, call, parts, reduce, target.dense().data_ptr());
     target.copy_back();
   };
 }
@@ -282,11 +313,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter(Tensors& outpu
   check_same_dtype(kName, inputs[0], output);
   TORCH_CHECK_VALUE(inputs[0][rank_].numel() == output.numel(), "zipccl ", kName, ": the input for this rank has ",
                     inputs[0][rank_].numel(), " elements, its output ", output.numel());
-  const bool exchangeable = reduces_in_fp32(operation) && dtype_of(output) != DType::kBytes;
-  const bool lacks = gloo_lacks(operation, outputs);
-  if (exchangeable && (lacks || exchanges(output, largest(inputs[0])))) {
+  const bool reducible = reduces_in_fp32(operation) && exchangeable(output);
+  const bool lacks = !output.is_cuda() && gloo_lacks(operation, outputs);
+  if (reducible && (lacks || exchanges(output, largest(inputs[0])))) {
     return submit_exchange(Collective::kReduceScatter, OpType::REDUCE_SCATTER, inputs[0], outputs, options.timeout,
-                           {reduce_scatter_job(output, inputs[0], operation)});
+                           options.asyncOp, {reduce_scatter_job(output, inputs[0], operation)});
+  }
+  if (output.is_cuda()) {
+    return hand_on_cuda(kName, [&](auto& backend) { return backend.reduce_scatter(outputs, inputs, options); });
   }
   count_native(kName);
   if (lacks) return reduce_scatter_wrapped(outputs, inputs, operation, options.timeout);
@@ -310,7 +344,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
   const ReduceOp& operation = options.reduceOp;
-  bool exchangeable = reduces_in_fp32(operation);
+  bool reducible = reduces_in_fp32(operation);
   bool wanted = false;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
@@ -319,17 +353,24 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
     TORCH_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_, "zipccl ", kName, ": input ", i, " has ",
                       inputs[i].numel(), " elements, but ", size_, " outputs of ", outputs[i].numel(),
                       " come out of it");
-    exchangeable = exchangeable && dtype_of(outputs[i]) != DType::kBytes;
+    reducible = reducible && exchangeable(outputs[i]);
     wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
   }
-  const bool lacks = gloo_lacks(operation, outputs);
+  const bool on_cuda = !outputs.empty() && outputs[0].is_cuda();
+  const bool lacks = !on_cuda && gloo_lacks(operation, outputs);
   const bool one = outputs.size() == 1;
   const auto parts = [&](size_t i) { return chunks(dense(inputs[i]), size_); };
-  if (exchangeable && (lacks || wanted)) {
+  if (reducible && (lacks || wanted)) {
     std::vector<Job> jobs;
     for (size_t i = 0; i < outputs.size(); i++) jobs.push_back(reduce_scatter_job(outputs[i], parts(i), operation));
     return submit_exchange(Collective::kReduceScatter, one ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED, inputs,
-                           outputs, options.timeout, std::move(jobs));
+                           outputs, options.timeout, options.asyncOp, std::move(jobs));
+  }
+  if (on_cuda) {
+    return hand_on_cuda(kName, [&](auto& backend) {
+      return one ? backend._reduce_scatter_base(outputs[0], inputs[0], options)
+                 : backend.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    });
   }
   count_native(kName);
   if (lacks) {
@@ -351,7 +392,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
 // all-to-all of a dtype that can be coded goes over our exchange, where each pair decides for itself.
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& outputs, const Tensors& inputs,
                                                               Tensors result_outputs, Tensors result_inputs,
-                                                              OpType type, std::chrono::milliseconds timeout) {
+                                                              OpType type, const c10d::AllToAllOptions& options) {
   auto targets = targets_of(outputs);
   const bool aliased = std::any_of(result_inputs.begin(), result_inputs.end(), [&](const at::Tensor& input) {
     return std::any_of(result_outputs.begin(), result_outputs.end(),
@@ -359,7 +400,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
   });
   Tensors sources;
   for (const auto& input : inputs) sources.push_back(dense(aliased ? input.clone() : input));
-  Job job = [targets, sources](const ExchangeContext& context, uint64_t sequence) mutable {
+  Job job = [targets, sources](Exchange& exchange, uint64_t sequence) mutable {
     const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0])};
     std::vector<Part> parts;
     std::vector<void*> memory;
@@ -369,11 +410,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
       memory.push_back(target.dense().data_ptr());
       elements.push_back(message_elements(target.dense()));
     }
-    zipccl::all_to_all(context, call, parts, memory, elements);
+    zipccl::all_to_all(exchange, call, parts, memory, elements);
     for (auto& target : targets) target.copy_back();
   };
-  return submit_exchange(Collective::kAllToAll, type, std::move(result_inputs), std::move(result_outputs), timeout,
-                         {std::move(job)});
+  return submit_exchange(Collective::kAllToAll, type, std::move(result_inputs), std::move(result_outputs),
+                         options.timeout, options.asyncOp, {std::move(job)});
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -405,17 +446,23 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
   const Tensors outputs = split("output", output, output_splits);
   at::Tensor source = dense(input);
   const Tensors inputs = split("input", source, input_splits);
-  const bool codable = dtype_of(input) != DType::kBytes && options_->mode != RouteMode::kNative;
+  const bool codable = exchangeable(input) && options_->mode != RouteMode::kNative;
+  if (!codable && input.is_cuda()) {
+    auto output_copy = output_splits, input_copy = input_splits;
+    return hand_on_cuda(
+        kName, [&](auto& backend) { return backend.alltoall_base(output, source, output_copy, input_copy, options); });
+  }
   if (!codable && gloo_knows(input.scalar_type())) {
     count_native(kName);
     // Gloo empties the vectors that it is given.
     auto output_copy = output_splits, input_copy = input_splits;
     return coalesced(plain_->alltoall_base(output, source, output_copy, input_copy, options));
   }
-  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, options.timeout);
+  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, options);
 }
 
-// Always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the others.
+// On CPU tensors always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the
+// others.
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Tensors& inputs,
                                                             const c10d::AllToAllOptions& options) {
   constexpr auto kName = "all_to_all";
@@ -426,13 +473,19 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Te
   }
   check_same_dtype(kName, outputs, inputs[0]);
   check_same_dtype(kName, inputs, inputs[0]);
-  return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, options.timeout);
+  if (inputs[0].is_cuda() && !(exchangeable(inputs[0]) && options_->mode != RouteMode::kNative)) {
+    return hand_on_cuda(kName, [&](auto& backend) { return backend.alltoall(outputs, inputs, options); });
+  }
+  return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, options);
 }
 
 // ---- Handed on
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   check_device("broadcast", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("broadcast", [&](auto& backend) { return backend.broadcast(tensors, options); });
+  }
   check_no_gaps("broadcast", tensors);
   count_native("broadcast");
   auto known = as_gloo_knows("broadcast", tensors);
@@ -442,6 +495,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, c
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   check_device("all_reduce", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("all_reduce", [&](auto& backend) { return backend.allreduce(tensors, options); });
+  }
   check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
   const ReduceOp operation = options.reduceOp;
@@ -460,14 +516,20 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, c
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_sparse(Tensors& tensors,
                                                                     const c10d::AllreduceOptions& options) {
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("all_reduce", [&](auto& backend) { return backend.allreduce_sparse(tensors, options); });
+  }
   count_native("all_reduce");
   return coalesced(plain_->allreduce_sparse(tensors, options));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& tensors,
                                                                        const c10d::AllreduceCoalescedOptions& options) {
-  if (gloo_lacks(options.reduceOp, tensors)) return allreduce(tensors, options);
   check_device("all_reduce", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("all_reduce", [&](auto& backend) { return backend.allreduce_coalesced(tensors, options); });
+  }
+  if (gloo_lacks(options.reduceOp, tensors)) return allreduce(tensors, options);
   check_no_gaps("all_reduce", tensors);
   count_native("all_reduce");
   return coalesced(plain_->allreduce_coalesced(tensors, options));
@@ -475,6 +537,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& 
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   check_device("reduce", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("reduce", [&](auto& backend) { return backend.reduce(tensors, options); });
+  }
   check_no_gaps("reduce", tensors);
   count_native("reduce");
   const ReduceOp operation = options.reduceOp;
@@ -496,6 +561,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce(Tensors& tensors, cons
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                                           const c10d::GatherOptions& options) {
   check_device("gather", inputs);
+  if (on_cuda(inputs)) {
+    return hand_on_cuda("gather", [&](auto& backend) { return backend.gather(outputs, inputs, options); });
+  }
   count_native("gather");
   auto known_outputs = as_gloo_knows("gather", outputs);
   auto known_inputs = as_gloo_knows("gather", inputs);
@@ -507,6 +575,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::gather(std::vector<Tensors>& 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                            const c10d::ScatterOptions& options) {
   check_device("scatter", outputs);
+  if (on_cuda(outputs)) {
+    return hand_on_cuda("scatter", [&](auto& backend) { return backend.scatter(outputs, inputs, options); });
+  }
   count_native("scatter");
   auto known_outputs = as_gloo_knows("scatter", outputs);
   auto known_inputs = as_gloo_knows("scatter", inputs);
@@ -516,24 +587,37 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::scatter(Tensors& outputs, std
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::send(Tensors& tensors, int peer, int tag) {
   check_device("send", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("send", [&](auto& backend) { return backend.send(tensors, peer, tag); });
+  }
   count_native("send");
   return point_to_point(plain_->send(tensors, peer, tag));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recv(Tensors& tensors, int peer, int tag) {
   check_device("recv", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("recv", [&](auto& backend) { return backend.recv(tensors, peer, tag); });
+  }
   count_native("recv");
   return point_to_point(plain_->recv(tensors, peer, tag));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::recvAnysource(Tensors& tensors, int tag) {
   check_device("recv", tensors);
+  if (on_cuda(tensors)) {
+    return hand_on_cuda("recv", [&](auto& backend) { return backend.recvAnysource(tensors, tag); });
+  }
   count_native("recv");
   return point_to_point(plain_->recvAnysource(tensors, tag));
 }
 
-// As Gloo's own: done when all ranks are here and this rank's earlier calls are done.
+// As Gloo's own: done when all ranks are here and this rank's earlier calls are done. Where it is a GPU that waits, as
+// NCCL's own.
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::barrier(const c10d::BarrierOptions& options) {
+  if (options.device && options.device->is_cuda() && cuda_factory_) {
+    return hand_on_cuda("barrier", [&](auto& backend) { return backend.barrier(options); });
+  }
   count_native("barrier");
   auto arrival = plain_->barrier(options);
   return submit("barrier", OpType::BARRIER, {}, {}, options.timeout,
@@ -550,7 +634,7 @@ void ProcessGroupZipCCL::monitoredBarrier(const c10d::BarrierOptions& options, b
 c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::split(const Ptr<c10d::Store>& store,
                                                             const std::vector<int>& ranks,
                                                             const Ptr<c10d::Backend::Options>& options) {
-  worker_.drain();
+  waitForPendingWorks();
   TORCH_CHECK(exchange_, "zipccl split: an earlier call of this group failed, so it has no connections to split");
   auto child_options = c10::make_intrusive<ZipCCLOptions>(*options_);
   if (options) {
@@ -580,17 +664,24 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::split(const Ptr<c10d::Stor
   auto exchange = split_off(exchange_, "exchange");
   if (!plain || !exchange) return nullptr;
   plain->setTimeout(child_options->timeout);
-  return c10::make_intrusive<ProcessGroupZipCCL>(store_for("options"), plain, exchange, child_options);
+  return c10::make_intrusive<ProcessGroupZipCCL>(store_for("options"), plain, exchange, child_options, cuda_factory_);
 }
 
 void ProcessGroupZipCCL::startCoalescing() {
   coalesced_.clear();  // of a coalesced call that ended with an exception
+  cuda_coalesced_.clear();
   coalescing_ = true;
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::endCoalescing() {
   TORCH_CHECK(coalescing_, "zipccl: coalescing has not started");
   coalescing_ = false;
+  if (cuda_coalescing_) {
+    cuda_coalescing_ = false;
+    if (auto work = cuda_plain_->endCoalescing()) coalesced_.push_back(std::move(work));
+  }
+  for (auto& call : cuda_coalesced_) coalesced_.push_back(cuda_calls().run(std::move(call), /*asynchronous=*/true));
+  cuda_coalesced_.clear();
   return c10::make_intrusive<WorkGroup>(std::move(coalesced_));
 }
 
@@ -607,6 +698,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::point_to_point(WorkPtr work) 
 void ProcessGroupZipCCL::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   plain_->setTimeout(timeout);
+  if (cuda_plain_) cuda_plain_->setTimeout(timeout);
+  if (cuda_exchange_) cuda_exchange_->setTimeout(timeout);
 }
 
 void ProcessGroupZipCCL::setGroupUid(const std::string& uid) {
@@ -621,13 +714,102 @@ void ProcessGroupZipCCL::abort() {
     if (transport_) transport_->abort();
   }
   plain_->abort();
+  Ptr<c10d::Backend> cuda_plain, cuda_exchange;
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_calls_) cuda_calls_->abort("the group was aborted");
+    cuda_plain = cuda_plain_;
+    cuda_exchange = cuda_exchange_;
+  }
+  if (cuda_exchange) cuda_exchange->abort();
+  if (cuda_plain && cuda_plain != plain_) cuda_plain->abort();
 }
 
 void ProcessGroupZipCCL::shutdown() {
-  worker_.drain();  // peers may wait for calls that nobody here does
+  waitForPendingWorks();  // peers may wait for calls that nobody here does
   worker_.refuse("the group was destroyed");
+  if (cuda_calls_) cuda_calls_->abort("the group was destroyed");
+  if (cuda_exchange_) cuda_exchange_->shutdown();
+  if (cuda_plain_ && cuda_plain_ != plain_) cuda_plain_->shutdown();
   close_exchange();
   plain_->shutdown();
+}
+
+void ProcessGroupZipCCL::waitForPendingWorks() {
+  worker_.drain();
+  if (cuda_calls_) cuda_calls_->drain();
+}
+
+// ---- CUDA
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::cuda_plain() {
+  TORCH_CHECK(cuda_factory_, "zipccl: the group serves no CUDA tensors, so it has no backend for them");
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  if (!cuda_plain_) cuda_plain_ = options_->cuda_over_gloo ? plain_ : cuda_factory_(store_, plain_, options_, "plain");
+  return cuda_plain_;
+}
+
+CudaCalls& ProcessGroupZipCCL::cuda_calls() {
+#ifdef ZIPCCL_CUDA
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  if (!cuda_calls_) {
+    CudaGroup group;
+    group.rank = rank_;
+    group.name = getGroupUid();
+    group.options = options_->exchange;
+    group.options.segment_bytes = options_->cuda_segment_bytes;
+    if (options_->cuda_over_gloo) {
+      group.staging = exchange_;
+    } else {
+      group.plain = [this] { return cuda_plain(); };
+      group.exchange = [this] {
+        std::lock_guard<std::mutex> lock(cuda_mutex_);
+        return cuda_exchange_ = cuda_factory_(store_, plain_, options_, "exchange");
+      };
+    }
+    group.finished = [this](Collective collective, const Counters& counters, const std::string&) {
+      count(collective, counters);
+    };
+    cuda_calls_ = make_cuda_calls(std::move(group));
+  }
+  return *cuda_calls_;
+#else
+  TORCH_CHECK(false, "zipccl: this build has no CUDA part");
+#endif
+}
+
+void ProcessGroupZipCCL::eagerConnectSingleDevice(at::Device device) {
+  if (device.is_cuda()) cuda_plain()->eagerConnectSingleDevice(device);
+}
+
+void ProcessGroupZipCCL::enableCollectivesTiming() {
+  if (cuda_plain_) cuda_plain_->enableCollectivesTiming();
+}
+
+bool ProcessGroupZipCCL::supportsTensorAlloc(c10::DeviceIndex device) {
+  return cuda_factory_ && cuda_plain()->supportsTensorAlloc(device);
+}
+
+bool ProcessGroupZipCCL::supportsTimeEstimation() const { return cuda_plain_ && cuda_plain_->supportsTimeEstimation(); }
+
+c10d::ErrorType ProcessGroupZipCCL::getError() {
+  if (cuda_plain_ && cuda_plain_ != plain_) {
+    const auto error = cuda_plain_->getError();
+    if (error != c10d::ErrorType::SUCCESS) return error;
+  }
+  return plain_->getError();
+}
+
+template <typename Call>
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::hand_on_cuda(const char* collective, Call call) {
+  const auto backend = cuda_plain();
+  count_native(collective);
+  if (coalescing_ && !cuda_coalescing_ && !options_->cuda_over_gloo) {
+    backend->startCoalescing();
+    cuda_coalescing_ = true;
+  }
+  auto work = call(*backend);
+  return cuda_coalescing_ ? work : coalesced(work);
 }
 
 void ProcessGroupZipCCL::close_exchange() {
@@ -640,9 +822,19 @@ void ProcessGroupZipCCL::close_exchange() {
 
 void ProcessGroupZipCCL::check_device(const char* collective, const Tensors& tensors) const {
   for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "zipccl ", collective,
-                      ": this build serves CPU tensors only, got one on ", tensor.device(),
-                      "; initialise with \"cpu:zipccl,cuda:nccl\" to have NCCL serve CUDA tensors");
+    const at::Device device = tensor.device();
+    TORCH_CHECK_VALUE(device == tensors[0].device(), "zipccl ", collective,
+                      ": all tensors of a call are on one device, got ", tensors[0].device(), " and ", device);
+    if (device.is_cpu()) continue;
+#ifdef ZIPCCL_CUDA
+    TORCH_CHECK_VALUE(device.is_cuda(), "zipccl ", collective, ": serves CPU and CUDA tensors, got one on ", device);
+    TORCH_CHECK_VALUE(cuda_factory_, "zipccl ", collective, ": got a tensor on ", device,
+                      ", but CUDA or NCCL is not available to this process");
+#else
+    TORCH_CHECK_VALUE(false, "zipccl ", collective, ": this build serves CPU tensors only, got one on ", device,
+                      "; build zipccl where nvcc is found, beside a PyTorch with CUDA, or initialise with "
+                      "\"cpu:zipccl,cuda:nccl\" to have NCCL serve CUDA tensors");
+#endif
   }
 }
 
@@ -675,20 +867,29 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::with_result(WorkPtr work, Ten
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective collective, OpType type, Tensors inputs,
                                                                    Tensors outputs, std::chrono::milliseconds timeout,
-                                                                   std::vector<Job> jobs,
+                                                                   bool asynchronous, std::vector<Job> jobs,
                                                                    std::optional<c10::IValue> value) {
   const uint64_t first = sequence_;
   sequence_ += jobs.size();
+  if (on_cuda(outputs)) {
+    if (!value) value = c10::IValue(outputs);
+    JobList call{collective,      type,  std::move(inputs),  std::move(outputs), std::move(*value),
+                 std::move(jobs), first, timeout_of(timeout)};
+    if (!coalescing_) return cuda_calls().run(std::move(call), asynchronous);
+    // Not now: the wrapped backend may be in the middle of a group of its own calls.
+    cuda_coalesced_.push_back(std::move(call));
+    return c10::make_intrusive<WorkGroup>(std::vector<WorkPtr>{});
+  }
   auto run = [this, collective, first, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
     Counters counters;
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    const ExchangeContext context{cpu_device(), *transport_, workspace_, options_->exchange, deadline, counters};
+    HostExchange exchange(*transport_, workspace_, options_->exchange, deadline, counters);
     std::string error;
     bool broken = false;
     for (size_t i = 0; i < jobs.size() && !broken; i++) {
       std::string what;
       try {
-        jobs[i](context, first + i);
+        jobs[i](exchange, first + i);
         continue;
       } catch (const MismatchError& mismatch) {
         what = mismatch.what();  // the peers still wait for the rest of a coalesced call,
@@ -701,13 +902,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
       error += c10::str(error.empty() ? "" : "; ", "zipccl ", name(collective), " (call ", first + i, " of group '",
                         getGroupUid(), "', rank ", rank_, "): ", what);
     }
-    {
-      std::lock_guard<std::mutex> lock(stats_mutex_);
-      auto& stats = stats_[name(collective)];
-      stats.calls++;
-      (counters.coded_messages != 0 ? stats.zipped : stats.raw)++;
-      stats.counters += counters;
-    }
+    count(collective, counters);
     if (broken) {
       // What is on the wire is lost, so later calls cannot know what they receive. Closing the connections tells the
       // peers, who would else wait for their timeout.
@@ -718,6 +913,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
   };
   return submit(name(collective), type, std::move(inputs), std::move(outputs), timeout, std::move(run),
                 std::move(value));
+}
+
+void ProcessGroupZipCCL::count(Collective collective, const Counters& counters) {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  auto& stats = stats_[name(collective)];
+  stats.calls++;
+  (counters.coded_messages != 0 ? stats.zipped : stats.raw)++;
+  stats.counters += counters;
 }
 
 std::map<std::string, CollectiveStats> ProcessGroupZipCCL::stats() {

@@ -3,7 +3,8 @@
 //
 // Threads: as for any c10d backend, one thread at a time issues the calls of a group, in the same order on all ranks.
 // Two backends are wrapped: `plain` serves what is handed on, on the caller's thread; `exchange` belongs to the
-// worker thread. Calls therefore never race for one backend's order.
+// worker thread. Calls therefore never race for one backend's order. For CUDA tensors there are two more, made when
+// they are first needed.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "collectives/collectives.h"
+#include "collectives/host_exchange.h"
+#include "process_group/cuda_calls.h"
 #include "process_group/options.h"
 #include "process_group/tensor.h"
 #include "process_group/worker.h"
@@ -34,10 +37,16 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   using Ptr = c10::intrusive_ptr<T>;
   using WorkPtr = Ptr<c10d::Work>;
 
+  // Makes a backend for CUDA tensors with the ranks of `like` and a rendezvous of its own in `store`. `name` tells the
+  // backends of one group apart.
+  using CudaFactory = std::function<Ptr<c10d::Backend>(const Ptr<c10d::Store>& store, const Ptr<c10d::Backend>& like,
+                                                       const Ptr<ZipCCLOptions>& options, const std::string& name)>;
+
   // `plain` and `exchange`: two backends for CPU tensors with the same ranks, used by nobody else. Through `store` the
   // ranks check that they have the same options; where they do not, all of them throw.
-  ProcessGroupZipCCL(const Ptr<c10d::Store>& store, Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
-                     Ptr<ZipCCLOptions> options);
+  // `cuda_factory`: null: CUDA tensors are refused.
+  ProcessGroupZipCCL(Ptr<c10d::Store> store, Ptr<c10d::Backend> plain, Ptr<c10d::Backend> exchange,
+                     Ptr<ZipCCLOptions> options, CudaFactory cuda_factory);
   ~ProcessGroupZipCCL() override;
 
   const std::string getBackendName() const override { return "zipccl"; }
@@ -45,6 +54,9 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   Ptr<ZipCCLOptions> options() const { return options_; }
   Ptr<c10d::Backend> plain() const { return plain_; }
   Ptr<c10d::Backend> exchange_backend() const { return exchange_; }
+  bool serves_cuda() const { return cuda_factory_ != nullptr; }
+  // The wrapped backend that serves CUDA tensors which are handed on.
+  Ptr<c10d::Backend> cuda_plain();
 
   std::map<std::string, CollectiveStats> stats();
   void reset_stats();
@@ -59,9 +71,16 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void setGroupUid(const std::string& uid) override;
-  void waitForPendingWorks() override { worker_.drain(); }
-  void enableCollectivesTiming() override {}
-  c10d::ErrorType getError() override { return plain_->getError(); }
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override;
+  c10d::ErrorType getError() override;
+  void eagerConnectSingleDevice(at::Device device) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return cuda_plain()->getMemAllocator(); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return cuda_plain()->allocateTensor(size, options);
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  bool supportsTimeEstimation() const override;
   void abort() override;
   void shutdown() override;
   // Ends the workers of all groups, before an interpreter that exits takes away the GIL that they may need.
@@ -99,28 +118,32 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  // One collective, ready to run on the worker as the call of this number: part of a c10d call, or all of it.
-  using Job = std::function<void(const ExchangeContext&, uint64_t sequence)>;
-
   // Whether a call with these tensors goes over our exchange. A pure function of what all ranks of the call agree on.
   bool exchanges(const at::Tensor& tensor, uint64_t part_bytes) const;
+  // Whether tensors of this dtype may, on their device.
+  bool exchangeable(const at::Tensor& tensor) const;
   Job all_gather_job(const Tensors& outputs, const at::Tensor& input);
   Job reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
   WorkPtr reduce_scatter_wrapped(Tensors outputs, std::vector<Tensors> inputs, const c10d::ReduceOp& operation,
                                  std::chrono::milliseconds timeout);
   WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,
-                     c10d::OpType type, std::chrono::milliseconds timeout);
+                     c10d::OpType type, const c10d::AllToAllOptions& options);
 
   // Ends the connections of the exchange, which tells peers that wait. By the worker, or when it is idle.
   void close_exchange();
   void check_device(const char* collective, const Tensors& tensors) const;
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds asked) const;
 
-  // Runs `jobs` on the worker as one call that is counted as `collective`. The work's future holds `value`, or else
-  // `outputs`.
+  // Runs `jobs` as one call that is counted as `collective`: those on CPU tensors on the worker. The work's future
+  // holds `value`, or else `outputs`.
   WorkPtr submit_exchange(Collective collective, c10d::OpType type, Tensors inputs, Tensors outputs,
-                          std::chrono::milliseconds timeout, std::vector<Job> jobs,
+                          std::chrono::milliseconds timeout, bool asynchronous, std::vector<Job> jobs,
                           std::optional<c10::IValue> value = std::nullopt);
+  // Hands a call on CUDA tensors on: `call` gets the backend that serves them.
+  template <typename Call>
+  WorkPtr hand_on_cuda(const char* collective, Call call);
+  void count(Collective collective, const Counters& counters);
+  CudaCalls& cuda_calls();
   // Runs anything on the worker; `function` may use exchange_.
   WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
                  std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function,
@@ -133,9 +156,14 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr coalesced(WorkPtr work);
   WorkPtr point_to_point(WorkPtr work);
 
+  const Ptr<c10d::Store> store_;
   Ptr<c10d::Backend> plain_;
   Ptr<c10d::Backend> exchange_;
   const Ptr<ZipCCLOptions> options_;
+  const CudaFactory cuda_factory_;
+  std::mutex cuda_mutex_;  // abort() comes from any thread
+  Ptr<c10d::Backend> cuda_plain_, cuda_exchange_;
+  std::unique_ptr<CudaCalls> cuda_calls_;
   std::mutex transport_mutex_;  // the worker drops the transport after a failure, abort() comes from any thread
   std::unique_ptr<Transport> transport_;
   Workspace workspace_;
@@ -143,6 +171,9 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   uint64_t splits_ = 0;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  // While coalescing: whether the backend for CUDA tensors does too, and our own calls on them, for after that.
+  bool cuda_coalescing_ = false;
+  std::vector<JobList> cuda_coalesced_;
 
   std::mutex stats_mutex_;
   std::map<std::string, CollectiveStats> stats_;

@@ -26,6 +26,10 @@ struct ZipCCLOptions final : c10d::Backend::Options {
 
   RouteMode mode = RouteMode::kAuto;
   ExchangeOptions exchange;
+  // Of calls on CUDA tensors: kernels and links want longer segments.
+  uint64_t cuda_segment_bytes = 64 << 20;
+  // CUDA tensors go over Gloo, through processor memory, rather than over NCCL.
+  bool cuda_over_gloo = false;
 
   // Everything that all ranks of a group must have in common, for the agreement when it is made.
   std::string describe() const {
@@ -33,7 +37,8 @@ struct ZipCCLOptions final : c10d::Backend::Options {
     text << std::setprecision(std::numeric_limits<double>::max_digits10) << "wire format " << kVersion << ", mode='"
          << kRouteModes[static_cast<int>(mode)] << "', min_bytes=" << exchange.min_bytes
          << ", segment_bytes=" << exchange.segment_bytes << ", inline_fraction=" << exchange.inline_fraction
-         << ", checksum=" << (exchange.checksum ? "True" : "False");
+         << ", checksum=" << (exchange.checksum ? "True" : "False") << ", cuda_segment_bytes=" << cuda_segment_bytes
+         << ", cuda_over='" << (cuda_over_gloo ? "gloo" : "nccl") << "'";
     return text.str();
   }
 };

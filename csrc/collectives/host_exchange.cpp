@@ -1,0 +1,369 @@
+#include "collectives/host_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+
+namespace zipccl {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2 };
+
+// One segment is encoded while the one before is on the wire.
+constexpr int kSlots = 2;
+// What a sender tells each peer before anything else.
+struct Hello {
+  uint32_t magic = kMagic;
+  uint16_t version = kVersion;
+  Collective collective = {};
+  DType dtype = {};
+  uint8_t operation = 0;
+  uint8_t coded = 0;
+  uint16_t reserved0 = 0;
+  uint32_t reserved1 = 0;
+  uint64_t sequence = 0;
+  uint64_t sends = 0;    // elements for the receiver of this hello
+  uint64_t expects = 0;  // elements from it. With both, the two ends always find the same verdict.
+  uint64_t segment_elements = 0;
+  uint64_t inline_bytes = 0;  // of a full segment
+};
+static_assert(sizeof(Hello) == 56);
+
+const char* name(DType dtype) {
+  return dtype == DType::kBFloat16 ? "bfloat16" : dtype == DType::kFloat32 ? "float32" : "bytes";
+}
+
+std::string describe(const Hello& hello) {
+  std::string text = std::string(name(hello.collective)) + " (its call " + std::to_string(hello.sequence) + ") with " +
+                     std::to_string(hello.sends) + " " + name(hello.dtype) + " to send and " +
+                     std::to_string(hello.expects) + " to receive";
+  if (hello.collective == Collective::kReduceScatter) text += ", ReduceOp " + std::to_string(hello.operation);
+  return text + (hello.coded ? ", coded" : ", plain") + " in segments of " + std::to_string(hello.segment_elements);
+}
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds), start_(Clock::now()) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+ private:
+  double& seconds_;
+  Clock::time_point start_;
+};
+
+uint8_t* at_offset(void* data, uint64_t elements, DType dtype) {
+  return static_cast<uint8_t*>(data) + elements * element_bytes(dtype);
+}
+const uint8_t* at_offset(const void* data, uint64_t elements, DType dtype) {
+  return static_cast<const uint8_t*>(data) + elements * element_bytes(dtype);
+}
+
+}  // namespace
+
+class HostCall {
+ public:
+  HostCall(HostExchange& exchange, const Call& call, const Parts& parts)
+      : exchange_(exchange),
+        call_(call),
+        parts_(parts),
+        rank_(exchange.rank()),
+        size_(exchange.size()),
+        segments_(exchange.options_, call.dtype, size_),
+        matched_(size_, true) {
+    for (int slot = 0; slot < kSlots; slot++) {
+      encodings_[slot].resize(size_);
+      receives_[slot].resize(size_);
+    }
+  }
+
+  void run() {
+    Stopwatch total(exchange_.counters_.total_seconds);
+    const uint64_t segments = segments_.count(parts_);
+
+    post_hellos();
+    if (segments > 0) encode_segment(0);  // hides the hellos' round trip
+    check_hellos();
+    for (uint64_t k = 0; k < std::min<uint64_t>(kSlots, segments); k++) post_receives(k);
+    for (uint64_t k = 0; k < segments + kSlots - 1; k++) {
+      if (k < segments) {
+        if (k > 0) encode_segment(k);
+        send_segment(k);
+      }
+      if (k >= kSlots - 1) {
+        consume_segment(k - (kSlots - 1));
+        if (k + 1 < segments) post_receives(k + 1);
+      }
+    }
+    for (int slot = 0; slot < kSlots; slot++) finish_sends(slot);
+    for (auto& [peer, posted] : hello_sends_) wait(posted, "sending to", peer);
+    if (!mismatches_.empty()) throw MismatchError(mismatches_);
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  // A segment ready to be sent.
+  struct Encoding {
+    uint64_t elements = 0;
+    uint8_t* statics = nullptr;
+    uint64_t static_size = 0;
+    uint8_t* dynamic = nullptr;
+    Encoded encoded;
+  };
+
+  void wait(std::unique_ptr<Posted>& posted, const char* what, int peer) {
+    if (!posted) return;
+    Stopwatch stopwatch(exchange_.counters_.exchange_seconds);
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(exchange_.deadline_ - Clock::now());
+    try {
+      posted->wait(std::max(left, std::chrono::milliseconds(1)));
+    } catch (const std::exception& error) {
+      throw TransportError(std::string(what) + " rank " + std::to_string(peer) +
+                           " failed; is it alive, and did it make the same call with the same sizes? " + error.what());
+    }
+    posted.reset();
+  }
+
+  Hello hello(uint64_t sends, uint64_t expects) const {
+    Hello hello;
+    hello.collective = call_.collective;
+    hello.dtype = call_.dtype;
+    hello.operation = call_.operation;
+    hello.coded = segments_.coded(sends);
+    hello.sequence = call_.sequence;
+    hello.sends = sends;
+    hello.expects = expects;
+    hello.segment_elements = segments_.elements();
+    hello.inline_bytes = segments_.inline_bytes(segments_.elements());
+    return hello;
+  }
+
+  void post_hellos() {
+    for (int step = 1; step < size_; step++) {
+      const int peer = (rank_ + step) % size_;
+      uint8_t* in = exchange_.workspace_.get(Workspace::kHello, peer, 0, sizeof(Hello));
+      hello_receives_.emplace_back(peer, exchange_.transport_.receive(peer, kHelloTag, in, sizeof(Hello)));
+      uint8_t* out = exchange_.workspace_.get(Workspace::kHello, peer, 1, sizeof(Hello));
+      const Hello mine = hello(parts_.outgoing[peer].elements, parts_.incoming[peer]);
+      std::memcpy(out, &mine, sizeof mine);
+      hello_sends_.emplace_back(peer, exchange_.transport_.send(peer, kHelloTag, out, sizeof(Hello)));
+      exchange_.counters_.wire_bytes += sizeof(Hello);
+    }
+  }
+
+  void check_hellos() {
+    for (auto& [peer, posted] : hello_receives_) {
+      wait(posted, "hearing from", peer);
+      Hello theirs;
+      std::memcpy(&theirs, exchange_.workspace_.get(Workspace::kHello, peer, 0, sizeof(Hello)), sizeof theirs);
+      const Hello expected = hello(parts_.incoming[peer], parts_.outgoing[peer].elements);
+      if (std::memcmp(&theirs, &expected, sizeof theirs) == 0) continue;
+      matched_[peer] = false;
+      mismatches_ += (mismatches_.empty() ? "" : "; ") + std::string("rank ") + std::to_string(peer) + " calls ";
+      if (theirs.magic != kMagic || theirs.version != kVersion) {
+        mismatches_ += "something that is not version " + std::to_string(kVersion) + " of zipccl's exchange";
+      } else {
+        mismatches_ += describe(theirs);
+      }
+      mismatches_ += ", but rank " + std::to_string(rank_) + " expects of it " + describe(expected);
+    }
+  }
+
+  void encode_segment(uint64_t k) {
+    const int slot = static_cast<int>(k % kSlots);
+    finish_sends(slot);
+    Stopwatch stopwatch(exchange_.counters_.encode_seconds);
+    int first = -1;
+    for (int step = 1; step < size_; step++) {
+      const int peer = (rank_ + step) % size_;
+      const Part& part = parts_.outgoing[peer];
+      Encoding& encoding = encodings_[slot][peer];
+      encoding = {};
+      encoding.elements = segments_.elements(part.elements, k);
+      if (encoding.elements == 0) continue;
+      if (parts_.same && first >= 0) {
+        encoding = encodings_[slot][first];
+        continue;
+      }
+      first = peer;
+      EncodeOptions options;
+      options.plain = !segments_.coded(part.elements);
+      options.checksum = exchange_.options_.checksum;
+      options.scale = parts_.reduce.scale;
+      const uint64_t pool = segments_.inline_bytes(encoding.elements);
+      const uint64_t dynamic = options.plain ? 0 : dynamic_bound(encoding.elements, call_.dtype, pool);
+      encoding.static_size = segments_.static_size(part.elements, encoding.elements);
+      encoding.statics = exchange_.workspace_.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
+      encoding.dynamic = exchange_.workspace_.get(Workspace::kSendDynamic, peer, slot, dynamic);
+      const auto* data = static_cast<const uint8_t*>(part.data) + k * segments_.elements() * element_bytes(call_.dtype);
+      encoding.encoded =
+          encode(data, encoding.elements, call_.dtype, options, pool, encoding.statics, encoding.dynamic);
+    }
+  }
+
+  void send_segment(uint64_t k) {
+    const int slot = static_cast<int>(k % kSlots);
+    for (int step = 1; step < size_; step++) {
+      const int peer = (rank_ + step) % size_;
+      const Encoding& encoding = encodings_[slot][peer];
+      if (encoding.elements == 0 || !matched_[peer]) continue;
+      sends_[slot].emplace_back(peer,
+                                exchange_.transport_.send(peer, kStaticTag, encoding.statics, encoding.static_size));
+      const uint64_t dynamic_size = encoding.encoded.dynamic_bytes;
+      if (dynamic_size != 0) {
+        sends_[slot].emplace_back(peer, exchange_.transport_.send(peer, kDynamicTag, encoding.dynamic, dynamic_size));
+      }
+      Counters& counters = exchange_.counters_;
+      counters.messages++;
+      counters.raw_bytes += encoding.elements * element_bytes(call_.dtype);
+      counters.wire_bytes += encoding.static_size + dynamic_size;
+      counters.dynamic_bytes += dynamic_size;
+      if (segments_.coded(parts_.outgoing[peer].elements)) {
+        counters.coded_messages++;
+        counters.elements += encoding.elements;
+        counters.escapes += encoding.encoded.escapes;
+      }
+    }
+  }
+
+  void finish_sends(int slot) {
+    for (auto& [peer, posted] : sends_[slot]) wait(posted, "sending to", peer);
+    sends_[slot].clear();
+  }
+
+  void post_receives(uint64_t k) {
+    const int slot = static_cast<int>(k % kSlots);
+    for (int step = 1; step < size_; step++) {
+      const int peer = (rank_ + size_ - step) % size_;
+      const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
+      if (elements == 0 || !matched_[peer]) continue;
+      const uint64_t bytes = segments_.static_size(parts_.incoming[peer], elements);
+      uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, peer, slot, bytes);
+      receives_[slot][peer] = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
+    }
+  }
+
+  void consume_segment(uint64_t k) {
+    const int slot = static_cast<int>(k % kSlots);
+    for (int source = 0; source < size_; source++) {
+      const uint64_t elements = segments_.elements(parts_.incoming[source], k);
+      if (elements == 0 || !matched_[source]) continue;
+      const uint64_t offset = k * segments_.elements();
+      if (source == rank_) {
+        guarded(source, [&] { consume(source, offset, elements, nullptr); });
+        continue;
+      }
+      wait(receives_[slot][source], "receiving from", source);
+      const Message message = receive_message(source, slot, elements);
+      guarded(source, [&] { consume(source, offset, elements, &message); });
+    }
+  }
+
+  // The static part is here: reads from it whether a dynamic part follows, and waits for that.
+  Message receive_message(int source, int slot, uint64_t elements) {
+    Message message{};
+    message.static_size = segments_.static_size(parts_.incoming[source], elements);
+    message.statics = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size);
+    MessageHeader header;
+    try {
+      header = read_header(message.statics, message.static_size);
+      if (header.elements != elements || header.dtype != call_.dtype) {
+        throw FormatError("the header is of another message than was announced");
+      }
+    } catch (const FormatError& error) {
+      // How much follows is unknown, so nothing after it can be received.
+      throw TransportError("rank " + std::to_string(source) + " sent a corrupted message: " + error.what());
+    }
+    if ((header.flags & kPlain) == 0) {
+      message.dynamic_size = dynamic_bytes(header.pool_bytes, header.inline_bytes, header.low_bytes);
+    }
+    if (message.dynamic_size == 0) return message;
+    uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveDynamic, source, 0, message.dynamic_size);
+    auto posted = exchange_.transport_.receive(source, kDynamicTag, memory, message.dynamic_size);
+    wait(posted, "receiving from", source);
+    message.dynamic = memory;
+    return message;
+  }
+
+  // A message that cannot be decoded must not keep the other ranks from what they wait for: it is reported at the end.
+  template <typename Function>
+  void guarded(int source, Function function) {
+    Stopwatch stopwatch(exchange_.counters_.decode_seconds);
+    if (error_) return;
+    try {
+      function();
+    } catch (const FormatError& error) {
+      error_ = std::make_exception_ptr(
+          FormatError("rank " + std::to_string(source) + " sent a corrupted message: " + error.what()));
+    }
+  }
+
+  // `elements` values from `offset` on of what `source` has for this rank, in a message, or null for this rank's own
+  // part. Called for segment 0 of rank 0, of rank 1, ..., then segment 1 of rank 0, ....
+  void consume(int source, uint64_t offset, uint64_t elements, const Message* message) {
+    const DType dtype = call_.dtype;
+    const void* own = parts_.outgoing[rank_].data;
+    if (!parts_.outputs.empty()) {
+      uint8_t* output = at_offset(parts_.outputs[source], offset, dtype);
+      if (message) {
+        decode(*message, elements, dtype, output);
+      } else if (own != parts_.outputs[source]) {
+        std::memcpy(output, at_offset(own, offset, dtype), elements * element_bytes(dtype));
+      }
+      return;
+    }
+    // Ranks that called with other arguments are left out, so that rank 0 need not be the first.
+    Reduction reduction = parts_.reduce.reduction;
+    if (accumulator_ == nullptr || accumulated_ != offset) {
+      reduction = Reduction::kStore;
+      accumulated_ = offset;
+      accumulator_ =
+          reinterpret_cast<float*>(exchange_.workspace_.get(Workspace::kAccumulator, 0, 0, elements * sizeof(float)));
+    }
+    if (message) {
+      accumulate(*message, elements, dtype, reduction, accumulator_);
+    } else {
+      accumulate_values(at_offset(own, offset, dtype), elements, dtype, parts_.reduce.scale, reduction, accumulator_);
+    }
+    if (source == size_ - 1) {
+      finish(accumulator_, elements, parts_.reduce.divisor, dtype, at_offset(parts_.output, offset, dtype));
+    }
+  }
+
+  HostExchange& exchange_;
+  const Call& call_;
+  const Parts& parts_;
+  const int rank_;
+  const int size_;
+  const Segments segments_;
+  float* accumulator_ = nullptr;
+  uint64_t accumulated_ = 0;  // offset of the segment in the accumulator
+  std::vector<bool> matched_;
+  std::string mismatches_;
+  std::exception_ptr error_;
+
+  using PeerPosted = std::pair<int, std::unique_ptr<Posted>>;
+  std::vector<PeerPosted> hello_sends_;
+  std::vector<PeerPosted> hello_receives_;
+  std::vector<Encoding> encodings_[kSlots];
+  std::vector<PeerPosted> sends_[kSlots];
+  std::vector<std::unique_ptr<Posted>> receives_[kSlots];
+};
+
+uint8_t* Workspace::get(Use use, int peer, int slot, uint64_t bytes) {
+  Buffer& buffer = buffers_[{use, peer, slot}];
+  if (buffer.bytes < bytes) {
+    const std::align_val_t alignment{kAlignment};
+    buffer = {};
+    buffer.memory = {static_cast<uint8_t*>(::operator new(bytes, alignment)),
+                     [alignment](uint8_t* memory) { ::operator delete(memory, alignment); }};
+    buffer.bytes = bytes;
+  }
+  return buffer.memory.get();
+}
+
+void HostExchange::run(const Call& call, const Parts& parts) { HostCall(*this, call, parts).run(); }
+
+}  // namespace zipccl

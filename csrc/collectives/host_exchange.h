@@ -1,0 +1,61 @@
+// The exchange on processor memory: while segment k is on the wire, segment k+1 is encoded and segment k-1 decoded.
+//
+// A call begins with one small message to each peer that says what the sender is about to send. A peer that says
+// something else than this rank expects is left out on both sides, the others are served, and the call then fails
+// with a text that names both views: nothing hangs, and the next call finds nothing of this one on the wire.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "collectives/exchange.h"
+#include "collectives/transport.h"
+
+namespace zipccl {
+
+// Work memory that lives as long as its group: the same few buffers serve every call.
+class Workspace {
+ public:
+  enum Use { kHello, kSendStatic, kSendDynamic, kReceiveStatic, kReceiveDynamic, kAccumulator };
+  // At least `bytes` bytes on a 128-byte boundary for this use; what was there for the same use is lost when it has to
+  // grow.
+  uint8_t* get(Use use, int peer, int slot, uint64_t bytes);
+
+ private:
+  struct Buffer {
+    std::shared_ptr<uint8_t> memory;
+    uint64_t bytes = 0;
+  };
+  std::map<std::tuple<Use, int, int>, Buffer> buffers_;
+};
+
+// Peers called with other arguments. The transport is still usable.
+class MismatchError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// run() returns when the call is done. It throws TransportError, MismatchError, or FormatError for a message that
+// cannot be decoded; in the last two cases after everything that other ranks wait for was sent. Outputs hold garbage
+// then.
+class HostExchange final : public Exchange {
+ public:
+  HostExchange(Transport& transport, Workspace& workspace, const ExchangeOptions& options,
+               std::chrono::steady_clock::time_point deadline, Counters& counters)
+      : transport_(transport), workspace_(workspace), options_(options), deadline_(deadline), counters_(counters) {}
+  int rank() const override { return transport_.rank(); }
+  int size() const override { return transport_.size(); }
+  void run(const Call& call, const Parts& parts) override;
+
+ private:
+  friend class HostCall;
+  Transport& transport_;
+  Workspace& workspace_;
+  const ExchangeOptions& options_;
+  const std::chrono::steady_clock::time_point deadline_;
+  Counters& counters_;
+};
+
+}  // namespace zipccl
