@@ -18,7 +18,8 @@ The path is found in the control flow graph of the machine code, with the help o
     if (threadIdx.x == 0) {  // loop: 0.125 the share of the warps that come here
 
 Instructions count where the compiler has put them, not where they were written: a piece of straight code is cold if
-more than half of it comes from cold lines, also by way of a cold call of an inlined function. Where the code branches,
+more than half of it comes from cold lines, also by way of a cold call of an inlined function, or if it makes a cold
+call. Where the code branches,
 the path takes the sides that are not cold; where both are not, both count. If that leads nowhere, because the compiler
 lets cold code and the path share an end, it takes the fewest cold instructions that lead on. Every loop on the path
 needs a "loop", and must not be unrolled in part: each turn of the machine code's loop counts as one of the source's. A
@@ -51,6 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "csrc" / "codec" / "cuda" / "codec.cu"
 FORMAT = ROOT / "csrc" / "codec" / "format.h"
 ARCHS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+MAIN_ARCH = "sm_90"
 # As in setup.py. The line information does not change the code.
 FLAGS = ["-O3", "--fmad=false", "-std=c++20", "-lineinfo", "-Xptxas=-v", "-I", str(ROOT / "csrc")]
 
@@ -61,18 +63,19 @@ class Budget:
 
     kernel: str  # a pattern
     bytes: float  # read and written in GPU memory
-    instructions: float | None = None
-    arch: str = "sm_90"
+    instructions: dict[str, float] = field(default_factory=dict)  # by architecture; of others, any number
 
 
 # A bf16 element is 1.4 bytes on the wire, a dense fp32 element 3.4. Reductions are counted for one message.
+# Before sm_90 nothing adds and takes the minimum at once; encode_chunks<..., true> also samples the chunk.
 BUDGETS = [
-    Budget("encode_chunks<kBFloat16*", 2 + 1.4, instructions=8),
-    Budget("decode_chunks<kBFloat16*", 2 + 1.4, instructions=8),
-    Budget("reduce_chunks<kBFloat16*", 2 + 1.4),
+    Budget("encode_chunks<kBFloat16, false>", 2 + 1.4, {"sm_80": 10, MAIN_ARCH: 8, "sm_100": 8.5, "sm_120": 8.75}),
+    Budget("encode_chunks<kBFloat16, true>", 2 + 1.4, {"sm_80": 12, MAIN_ARCH: 10.5, "sm_100": 10.75, "sm_120": 11}),
+    Budget("decode_chunks<kBFloat16>", 2 + 1.4, {"sm_80": 9.75, MAIN_ARCH: 8, "sm_100": 8.5, "sm_120": 8.5}),
+    Budget("reduce_chunks<kBFloat16>", 2 + 1.4, {MAIN_ARCH: 24}),
     Budget("encode_chunks<kFloat32*", 4 + 3.4),
-    Budget("decode_chunks<kFloat32*", 4 + 3.4),
-    Budget("reduce_chunks<kFloat32*", 4 + 3.4),
+    Budget("decode_chunks<kFloat32>", 4 + 3.4),
+    Budget("reduce_chunks<kFloat32>", 4 + 3.4),
 ]
 
 
@@ -439,7 +442,13 @@ def pieces_of(blocks: Sequence[Block], nodes: set[int]) -> list[list[int]]:
     pieces: dict[int, list[int]] = {}
     for block in sorted(nodes):
         entered = [previous for previous in before[block] if block not in dominators[previous]]
-        leads_here = len(entered) == 1 and entered[0] in pieces and len(set(blocks[entered[0]].successors)) == 1
+        # Where some threads end, the rest goes on as after a branch.
+        leads_here = (
+            len(entered) == 1
+            and entered[0] in pieces
+            and len(set(blocks[entered[0]].successors)) == 1
+            and not blocks[entered[0]].leaves
+        )
         pieces[block] = pieces[entered[0]] if leads_here else []
         pieces[block].append(block)
     return list({id(piece): piece for piece in pieces.values()}.values())
@@ -477,7 +486,7 @@ def path_of(blocks: Sequence[Block], nodes: set[int], cold: set[int]) -> set[int
         forced = {
             successor
             for block in path
-            if len(set(blocks[block].successors)) == 1
+            if len(set(blocks[block].successors)) == 1 and not blocks[block].leaves
             for successor in blocks[block].successors
         }
         if not forced & cold:
@@ -574,6 +583,10 @@ def own_code(blocks: Sequence[Block], loops: dict[int, set[int]], head: int) -> 
     return [instruction for number in sorted(loops[head] - inner) for instruction in blocks[number].instructions]
 
 
+def is_cold_call(instruction: Instruction) -> bool:
+    return instruction.is_cold and instruction.opcode.startswith("CALL")
+
+
 def measure(kernel: Kernel, arch: str, elements: float) -> Cost:
     blocks = blocks_of(kernel)
     nodes = reachable(blocks, set(range(len(blocks))))
@@ -581,7 +594,7 @@ def measure(kernel: Kernel, arch: str, elements: float) -> Cost:
     weights = dict.fromkeys(nodes, 1.0)
     for piece in pieces_of(blocks, nodes):
         code = [instruction for number in piece for instruction in blocks[number].instructions]
-        if mostly(code, lambda instruction: instruction.is_cold):
+        if mostly(code, lambda instruction: instruction.is_cold) or any(map(is_cold_call, code)):
             cold |= set(piece)
         share = mark_of(code, is_loop=False)
         for number in piece:
@@ -642,7 +655,8 @@ def measure(kernel: Kernel, arch: str, elements: float) -> Cost:
         totals[True],
         {name: value for name, value in classes.items() if value},
         l1_bytes,
-        sum(instruction.kind == "local" for instruction in kernel.instructions),
+        # Functions out of the way may save registers there.
+        sum(instruction.kind == "local" and not instruction.is_cold for instruction in kernel.instructions),
         texts,
         problems,
         listing,
@@ -676,7 +690,7 @@ def check(costs: Sequence[Cost], budgets: Sequence[Budget] = BUDGETS) -> list[st
     wrong = []
     for cost in costs:
         name = f"{cost.kernel.name} on {cost.arch}"
-        if cost.kernel.spill_bytes or cost.kernel.stack_bytes or cost.local:
+        if cost.kernel.spill_bytes or cost.local:
             wrong.append(
                 f"{name} uses local memory: {cost.kernel.spill_bytes} bytes of spills, a stack of "
                 f"{cost.kernel.stack_bytes} bytes, {cost.local} instructions"
@@ -688,8 +702,10 @@ def check(costs: Sequence[Cost], budgets: Sequence[Budget] = BUDGETS) -> list[st
                 wrong.append(f"there is no kernel {budget.kernel} for {arch}")
             for cost in found:
                 name = f"{cost.kernel.name} on {arch}"
-                wrong += [f"{name}: {problem}" for problem in cost.problems]
-                limit = budget.instructions if arch == budget.arch else None
+                limit = budget.instructions.get(arch)
+                # Of other architectures the table tells them: what they leave uncertain is a few instructions there.
+                if arch == MAIN_ARCH:
+                    wrong += [f"{name}: {problem}" for problem in cost.problems]
                 if limit is not None and cost.instructions > limit:
                     wrong.append(f"{name} takes {cost.instructions:.2f} instructions per element of {limit:g} allowed")
     return wrong

@@ -35,7 +35,7 @@ void sum_as(const std::vector<Incoming>& messages, uint64_t* sums, cudaStream_t 
   if (cudaMemsetAsync(sums, 0, messages.size() * sizeof(uint64_t), stream) != cudaSuccess) check_launch("memset");
   for_batches(messages.size(), [&](size_t first, size_t count) {
     SumBatch batch = {};
-    std::copy_n(messages.begin() + first, count, batch.messages);
+    for (size_t i = 0; i < count; i++) batch.messages[i] = placed(messages[first + i]);
     batch.sums = sums + first;
     const unsigned blocks = std::min(most_chunks(batch.messages, count), 1024u);
     ZIPCCL_LAUNCH(sum_words<dtype>, dim3(blocks, static_cast<unsigned>(count)), dim3(kThreads), 0, stream, batch);
@@ -67,23 +67,25 @@ void store_checksums(const std::vector<Outgoing>& messages, uint64_t* sums, cuda
   });
 }
 
-template <DType dtype>
-void encode_as(const std::vector<Outgoing>& messages, uint64_t* sums, cudaStream_t stream) {
+template <DType dtype, bool sampled>
+void encode_batches(const std::vector<Outgoing>& messages, uint64_t* sums, cudaStream_t stream) {
   for_batches(messages.size(), [&](size_t first, size_t count) {
     EncodeBatch batch = {};
-    std::copy_n(messages.begin() + first, count, batch.messages);
+    for (size_t i = 0; i < count; i++) batch.messages[i] = placed(messages[first + i]);
     batch.sums = sums;
-    bool given = false;
-    for (size_t i = 0; i < count; i++) given = given || batch.messages[i].tops != nullptr;
     const dim3 grid(most_chunks(batch.messages, count), static_cast<unsigned>(count));
     ZIPCCL_LAUNCH(begin_messages<dtype>, dim3(static_cast<unsigned>(count)), dim3(kThreads), 0, stream, batch);
-    if (given) {
-      ZIPCCL_LAUNCH((encode_chunks<dtype, false>), grid, dim3(kThreads), sizeof(EncodeShared), stream, batch);
-    } else {
-      ZIPCCL_LAUNCH((encode_chunks<dtype, true>), grid, dim3(kThreads), sizeof(EncodeShared), stream, batch);
-    }
+    ZIPCCL_LAUNCH((encode_chunks<dtype, sampled>), grid, dim3(kThreads), sizeof(EncodeShared), stream, batch);
     check_launch("encode_chunks");
   });
+}
+
+template <DType dtype>
+void encode_as(const std::vector<Outgoing>& messages, uint64_t* sums, cudaStream_t stream) {
+  std::vector<Outgoing> sampled, given;
+  for (const Outgoing& message : messages) (message.tops == nullptr ? sampled : given).push_back(message);
+  encode_batches<dtype, true>(sampled, sums, stream);
+  encode_batches<dtype, false>(given, sums, stream);
   if (sums != nullptr) store_checksums<dtype>(messages, sums, stream);
 }
 
@@ -91,7 +93,7 @@ template <DType dtype>
 void decode_as(const std::vector<Incoming>& messages, Findings* findings, cudaStream_t stream) {
   for_batches(messages.size(), [&](size_t first, size_t count) {
     DecodeBatch batch = {};
-    std::copy_n(messages.begin() + first, count, batch.messages);
+    for (size_t i = 0; i < count; i++) batch.messages[i] = placed(messages[first + i]);
     batch.findings = findings;
     batch.first = static_cast<uint32_t>(first);
     const dim3 grid(most_chunks(batch.messages, count), static_cast<unsigned>(count));
@@ -108,7 +110,7 @@ void reduce_as(const std::vector<Incoming>& messages, const Reducing& reducing, 
   if (chunks > 0x7fffffff) throw std::length_error("zipccl: a message has more chunks than a grid has blocks");
   for_batches(messages.size(), [&](size_t first, size_t count) {
     ReduceBatch batch = {};
-    std::copy_n(messages.begin() + first, count, batch.messages);
+    for (size_t i = 0; i < count; i++) batch.messages[i] = placed(messages[first + i]);
     batch.findings = findings;
     batch.reducing = reducing;
     batch.count = static_cast<uint32_t>(count);

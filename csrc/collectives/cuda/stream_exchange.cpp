@@ -22,6 +22,7 @@ Function driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError();  // it is remembered, and would be taken for the next launch's
   if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<Function>(function);
 }
@@ -59,7 +60,7 @@ struct Progress {
   Finished finished;
   Call call;
   Clock::time_point deadline;
-  Counters counters;  // by the worker, but for what is known when the call is queued
+  Counters counters;  // by the worker
   std::string error;
 };
 
@@ -71,7 +72,8 @@ bool streams_can_wait() {
   return environment && wait_value() != nullptr && write_value() != nullptr;
 }
 
-// Its memory and events serve one segment after the other.
+// Its memory and events serve one segment after the other. One whose segment failed is never destroyed: its stream may
+// still get to it, and to free its memory would be to wait for the device, which may stand still.
 struct Ticket {
   uint32_t* flag = nullptr;            // device memory
   cuda::Findings* findings = nullptr;  // device memory
@@ -83,6 +85,7 @@ struct Ticket {
 
   std::shared_ptr<Progress> progress;
   bool last = false;  // segment of the call
+  Counters counters;  // what is known when the segment is queued
   std::vector<cuda::Outgoing> outgoing;
   std::vector<int> outgoing_peers;  // whom outgoing[i] goes to; one entry, -1, for all
   std::vector<cuda::Incoming> incoming;
@@ -90,7 +93,8 @@ struct Ticket {
   std::vector<cuda::Incoming> inputs;  // of a reduction: incoming, with the own values at their place
   cuda::Reducing reducing = {};        // output is null: no reduction
 
-  explicit Ticket(int size) {
+  // `setup`: a stream that waits for no other.
+  Ticket(int size, cudaStream_t setup) {
     const size_t pinned = sizeof(cuda::Report) + 2 * static_cast<size_t>(size) * sizeof(cuda::Sizes);
     void* device = nullptr;
     void* host = nullptr;
@@ -98,7 +102,9 @@ struct Ticket {
       check(cudaMalloc(&device, sizeof(cuda::Findings) + sizeof(uint32_t)), "allocating a flag");
       findings = static_cast<cuda::Findings*>(device);
       flag = reinterpret_cast<uint32_t*>(findings + 1);
-      check(cudaMemset(device, 0, sizeof(cuda::Findings) + sizeof(uint32_t)), "clearing a flag");
+      // Not on the default stream, which waits for others: the flag may be waited for when they let it go on.
+      check(cudaMemsetAsync(flag, 0, sizeof(uint32_t), setup), "clearing a flag");
+      check(cudaStreamSynchronize(setup), "clearing a flag");
       check(cudaMallocHost(&host, pinned), "allocating pinned memory");
       report = static_cast<cuda::Report*>(host);
       outgoing_sizes = reinterpret_cast<cuda::Sizes*>(report + 1);
@@ -203,50 +209,61 @@ class StreamCall {
 
   void run_segment(uint64_t k, const std::shared_ptr<Progress>& progress, bool last) {
     auto ticket = exchange_.worker_.take_ticket();
-    ticket->progress = progress;
-    ticket->last = last;
-    ticket->value++;
-    *ticket->report = {};
-    std::memset(ticket->outgoing_sizes, 0, 2 * static_cast<size_t>(size_) * sizeof(cuda::Sizes));
-    list_outgoing(*ticket, k, progress->counters);
-    list_incoming(*ticket, k);
-
-    check(cudaMemsetAsync(ticket->findings, 0, sizeof(cuda::Findings), stream_), "clearing findings");
-    check(cudaEventRecord(ticket->begun, stream_), "recording an event");
-    auto* sums = reinterpret_cast<uint64_t*>(sums_.get());
-    if (!ticket->outgoing.empty()) cuda::encode(ticket->outgoing, call_.dtype, sums, stream_);
-    check(cudaEventRecord(ticket->encoded, stream_), "recording an event");
-    move(*ticket, k);
-    check(cudaEventRecord(ticket->exchanged, stream_), "recording an event");
-    if (sums != nullptr && !ticket->incoming.empty()) {
-      cuda::sum_messages(ticket->incoming, call_.dtype, sums + size_, stream_);
+    try {
+      queue_segment(*ticket, k, progress, last);
+    } catch (...) {
+      ticket->progress.reset();
+      ticket.release();  // see Ticket
+      throw;
     }
-    decode(*ticket, stream_);
-    cuda::settle(
-        ticket->outgoing, ticket->incoming,
-        {ticket->findings, ticket->report, ticket->outgoing_sizes, ticket->incoming_sizes, ticket->flag, ticket->value},
-        stream_);
-    check(cudaEventRecord(ticket->settled, stream_), "recording an event");
-    const CUresult waits = wait_value()(reinterpret_cast<CUstream>(stream_), address(ticket->flag), ticket->value,
-                                        CU_STREAM_WAIT_VALUE_GEQ);
-    if (waits != CUDA_SUCCESS) throw std::runtime_error("zipccl: the stream cannot wait for a flag");
     exchange_.worker_.submit(std::move(ticket));
   }
 
-  void list_outgoing(Ticket& ticket, uint64_t k, Counters& counters) {
+  void queue_segment(Ticket& ticket, uint64_t k, const std::shared_ptr<Progress>& progress, bool last) {
+    ticket.progress = progress;
+    ticket.last = last;
+    ticket.value++;
+    *ticket.report = {};
+    std::memset(ticket.outgoing_sizes, 0, 2 * static_cast<size_t>(size_) * sizeof(cuda::Sizes));
+    list_outgoing(ticket, k);
+    list_incoming(ticket, k);
+
+    check(cudaMemsetAsync(ticket.findings, 0, sizeof(cuda::Findings), stream_), "clearing findings");
+    check(cudaEventRecord(ticket.begun, stream_), "recording an event");
+    auto* sums = reinterpret_cast<uint64_t*>(sums_.get());
+    if (!ticket.outgoing.empty()) cuda::encode(ticket.outgoing, call_.dtype, sums, stream_);
+    check(cudaEventRecord(ticket.encoded, stream_), "recording an event");
+    move(ticket, k);
+    check(cudaEventRecord(ticket.exchanged, stream_), "recording an event");
+    if (sums != nullptr && !ticket.incoming.empty()) {
+      cuda::sum_messages(ticket.incoming, call_.dtype, sums + size_, stream_);
+    }
+    decode(ticket, stream_);
+    cuda::settle(
+        ticket.outgoing, ticket.incoming,
+        {ticket.findings, ticket.report, ticket.outgoing_sizes, ticket.incoming_sizes, ticket.flag, ticket.value},
+        stream_);
+    check(cudaEventRecord(ticket.settled, stream_), "recording an event");
+    const CUresult waits =
+        wait_value()(reinterpret_cast<CUstream>(stream_), address(ticket.flag), ticket.value, CU_STREAM_WAIT_VALUE_GEQ);
+    if (waits != CUDA_SUCCESS) throw std::runtime_error("zipccl: the stream cannot wait for a flag");
+  }
+
+  void list_outgoing(Ticket& ticket, uint64_t k) {
     ticket.outgoing.clear();
     ticket.outgoing_peers.clear();
+    ticket.counters = {};
     for (int peer = 0; peer < size_; peer++) {
       const Part& part = parts_.outgoing[peer];
       const uint64_t elements = segments_.elements(part.elements, k);
       if (peer == rank_ || elements == 0) continue;
       const bool coded = segments_.coded(part.elements);
-      counters.messages++;
-      counters.raw_bytes += elements * element_bytes(call_.dtype);
-      counters.wire_bytes += segments_.static_size(part.elements, elements);
+      ticket.counters.messages++;
+      ticket.counters.raw_bytes += elements * element_bytes(call_.dtype);
+      ticket.counters.wire_bytes += segments_.static_size(part.elements, elements);
       if (coded) {
-        counters.coded_messages++;
-        counters.elements += elements;
+        ticket.counters.coded_messages++;
+        ticket.counters.elements += elements;
       }
       if (parts_.same && peer != shared_) continue;
       const auto& memory = outgoing_memory_[peer];
@@ -370,6 +387,7 @@ StreamWorker::StreamWorker(int device, std::unique_ptr<StreamTransport> transpor
   // A stream that waits must not be before the worker's in a hardware queue: those of the highest priority are apart
   // from the others'.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "creating a stream");
+  check(cudaStreamCreateWithPriority(&setup_stream_, cudaStreamNonBlocking, greatest), "creating a stream");
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -380,8 +398,12 @@ StreamWorker::~StreamWorker() {
   }
   changed_.notify_all();
   thread_.join();
+  if (!aborted_.empty()) {
+    for (auto& ticket : free_) ticket.release();  // see Ticket
+  }
   free_.clear();
   cudaStreamDestroy(stream_);
+  cudaStreamDestroy(setup_stream_);
 }
 
 void StreamWorker::abort(const std::string& why) {
@@ -408,7 +430,7 @@ std::unique_ptr<Ticket> StreamWorker::take_ticket() {
       return ticket;
     }
   }
-  return std::make_unique<Ticket>(transport_->size());
+  return std::make_unique<Ticket>(transport_->size(), setup_stream_);
 }
 
 void StreamWorker::submit(std::unique_ptr<Ticket> ticket) {
@@ -440,13 +462,18 @@ void StreamWorker::loop() {
       write_value()(reinterpret_cast<CUstream>(stream_), address(ticket->flag), ticket->value,
                     CU_STREAM_WRITE_VALUE_DEFAULT);
     }
+    // Before anyone is told: whoever knows of a failure finds that later calls fail.
+    if (!error.empty()) abort("an earlier call of the group failed: " + error);
     Progress& progress = *ticket->progress;
     if (progress.error.empty()) progress.error = error;
     if (ticket->last) progress.finished(progress.counters, progress.error);
     ticket->progress.reset();
     lock.lock();
-    if (!error.empty() && aborted_.empty()) aborted_ = "an earlier call of the group failed: " + error;
-    free_.push_back(std::move(ticket));
+    if (error.empty()) {
+      free_.push_back(std::move(ticket));
+    } else {
+      ticket.release();  // see Ticket
+    }
     in_flight_--;
     changed_.notify_all();
   }
@@ -458,6 +485,7 @@ std::string StreamWorker::wait(cudaEvent_t event, const Ticket& ticket) {
   while (true) {
     const cudaError_t state = cudaEventQuery(event);
     if (state == cudaSuccess) return "";
+    cudaGetLastError();  // the state is remembered as an error, which the next launch would take for its own
     if (state != cudaErrorNotReady) return std::string("the device failed: ") + cudaGetErrorString(state);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -472,8 +500,14 @@ std::string StreamWorker::wait(cudaEvent_t event, const Ticket& ticket) {
 }
 
 std::string StreamWorker::finish(Ticket& ticket) {
+  {
+    // After a segment whose dynamic part was not exchanged there is none: the peers would take it for the one before.
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!aborted_.empty()) return aborted_;
+  }
   if (std::string error = wait(ticket.settled, ticket); !error.empty()) return error;
   Counters& counters = ticket.progress->counters;
+  counters += ticket.counters;
   const auto seconds = [](cudaEvent_t begin, cudaEvent_t end) {
     float milliseconds = 0;
     return cudaEventElapsedTime(&milliseconds, begin, end) == cudaSuccess ? milliseconds * 1e-3 : 0.0;
@@ -530,11 +564,11 @@ std::string StreamWorker::finish_dynamic(Ticket& ticket) {
   }
   // Not from an allocator that the caller's thread shares: it may hold its lock while it waits for the very stream that
   // waits for us.
-  std::vector<void*> allocated;
+  std::vector<std::shared_ptr<void>> allocated;
   const auto allocate = [&](uint64_t bytes) {
     void* memory = nullptr;
     check(cudaMallocAsync(&memory, bytes, stream_), "allocating memory for the dynamic part of a message");
-    allocated.push_back(memory);
+    allocated.emplace_back(memory, [this](void* data) { cudaFreeAsync(data, stream_); });
     return memory;
   };
   for (size_t i = 0; i < ticket.incoming.size(); i++) {
@@ -572,7 +606,6 @@ std::string StreamWorker::finish_dynamic(Ticket& ticket) {
   const CUresult written = write_value()(reinterpret_cast<CUstream>(stream_), address(ticket.flag), ticket.value,
                                          CU_STREAM_WRITE_VALUE_DEFAULT);
   if (written != CUDA_SUCCESS) return "the flag of the call could not be set";
-  for (void* memory : allocated) check(cudaFreeAsync(memory, stream_), "releasing memory");
   check(cudaEventRecord(ticket.settled, stream_), "recording an event");
   return wait(ticket.settled, ticket);
 }

@@ -88,6 +88,7 @@ class StreamWorker {
   const int device_;
   const std::unique_ptr<StreamTransport> transport_;
   cudaStream_t stream_ = nullptr;
+  cudaStream_t setup_stream_ = nullptr;  // of new tickets
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::unique_ptr<Ticket>> queue_;
