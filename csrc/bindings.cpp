@@ -10,6 +10,12 @@
 namespace py = pybind11;
 using namespace zipccl;
 
+#ifdef ZIPCCL_CUDA
+namespace zipccl {
+void bind_cuda(py::module_& module);  // process_group/cuda/bindings.cpp
+}
+#endif
+
 namespace {
 
 at::Tensor encode_tensor(const at::Tensor& tensor, std::optional<double> sigma) {
@@ -96,6 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("window_top", &window_top, py::arg("sigma"));
 #ifdef ZIPCCL_CUDA
   module.attr("built_with_cuda") = true;
+  bind_cuda(module);
 #else
   module.attr("built_with_cuda") = false;
 #endif

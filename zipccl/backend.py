@@ -43,7 +43,7 @@ def _cuda_factory(options: Options) -> Callable[..., Any] | None:
         if given is not None:
             nccl.config, nccl.is_high_priority_stream = given.config, given.is_high_priority_stream
         nccl._timeout = options._timeout
-        nccl.group_name = f"{like.options.group_name.rpartition('/')[0]}/cuda_{name}"
+        nccl.group_name = f"{like.options.group_name.rpartition('/')[0]}/cuda_{name}"  # type: ignore[assignment]
         nccl.global_ranks_in_group = list(like.options.global_ranks_in_group)
         return ProcessGroupNCCL(PrefixStore(f"cuda_{name}", store), like.rank(), like.size(), nccl)
 

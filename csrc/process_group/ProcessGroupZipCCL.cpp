@@ -19,7 +19,12 @@ namespace {
 using c10d::OpType;
 using c10d::ReduceOp;
 
+// Not with a factor in GPU memory, for which the host would have to wait.
 bool reduces_in_fp32(const ReduceOp& operation) {
+  if (operation == ReduceOp::PREMUL_SUM) {
+    const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(operation.supplement_.get());
+    if (factor != nullptr && factor->tensor_factor.defined() && !factor->tensor_factor.is_cpu()) return false;
+  }
   return operation == ReduceOp::SUM || operation == ReduceOp::AVG || operation == ReduceOp::PREMUL_SUM ||
          operation == ReduceOp::MIN || operation == ReduceOp::MAX;
 }
@@ -255,8 +260,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
 
 // ---- Reduce-scatter
 
-Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs,
-                                                               const ReduceOp& operation) {
+Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const ReduceOp& operation) {
   Target target(output);
   Tensors sources;
   for (int r = 0; r < size_; r++) {
@@ -745,8 +749,16 @@ void ProcessGroupZipCCL::waitForPendingWorks() {
 c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::cuda_plain() {
   TORCH_CHECK(cuda_factory_, "zipccl: the group serves no CUDA tensors, so it has no backend for them");
   std::lock_guard<std::mutex> lock(cuda_mutex_);
-  if (!cuda_plain_) cuda_plain_ = options_->cuda_over_gloo ? plain_ : cuda_factory_(store_, plain_, options_, "plain");
+  if (!cuda_plain_) cuda_plain_ = options_->cuda_over_gloo ? plain_ : make_cuda_backend("plain");
   return cuda_plain_;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::make_cuda_backend(const char* name) {
+  auto backend = cuda_factory_(store_, plain_, options_, name);
+  backend->setGroupUid(c10::str(getGroupUid(), "/cuda_", name));
+  backend->setGroupDesc(getGroupDesc());
+  if (getBoundDeviceId()) backend->setBoundDeviceId(getBoundDeviceId());
+  return backend;
 }
 
 CudaCalls& ProcessGroupZipCCL::cuda_calls() {
@@ -764,7 +776,7 @@ CudaCalls& ProcessGroupZipCCL::cuda_calls() {
       group.plain = [this] { return cuda_plain(); };
       group.exchange = [this] {
         std::lock_guard<std::mutex> lock(cuda_mutex_);
-        return cuda_exchange_ = cuda_factory_(store_, plain_, options_, "exchange");
+        return cuda_exchange_ = make_cuda_backend("exchange");
       };
     }
     group.finished = [this](Collective collective, const Counters& counters, const std::string&) {

@@ -144,6 +144,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr hand_on_cuda(const char* collective, Call call);
   void count(Collective collective, const Counters& counters);
   CudaCalls& cuda_calls();
+  Ptr<c10d::Backend> make_cuda_backend(const char* name);
   // Runs anything on the worker; `function` may use exchange_.
   WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
                  std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function,

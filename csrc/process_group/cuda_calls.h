@@ -17,14 +17,14 @@ using Job = std::function<void(Exchange&, uint64_t sequence)>;
 
 // A c10d call. It is counted as `collective`; its work's result is `outputs`, its future's value `value`.
 struct JobList {
-  Collective collective;
-  c10d::OpType type;
+  Collective collective = {};
+  c10d::OpType type = c10d::OpType::UNKNOWN;
   Tensors inputs;
   Tensors outputs;
   c10::IValue value;
   std::vector<Job> jobs;
-  uint64_t sequence;  // of the first job
-  std::chrono::milliseconds timeout;
+  uint64_t sequence = 0;  // of the first job
+  std::chrono::milliseconds timeout{0};
 };
 
 class CudaCalls {

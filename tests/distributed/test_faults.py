@@ -184,13 +184,13 @@ def dies(rank: int, world_size: int, store: dist.Store, call: str, when: str) ->
     gather(rank, world_size)
     if rank == world_size - 1:
         if when == "inside":  # posts its part of a long exchange, and dies while it is under way
-            out = torch.empty(world_size << 24, dtype=BF16)
-            dist.all_gather_into_tensor(out, torch.ones(1 << 24, dtype=BF16), async_op=True)
+            out = torch.empty(world_size << 26, dtype=BF16)
+            dist.all_gather_into_tensor(out, torch.ones(1 << 26, dtype=BF16), async_op=True)
             time.sleep(0.05)
         os._exit(3)
     if when == "inside":
-        out = torch.empty(world_size << 24, dtype=BF16)
-        text = refused(lambda: dist.all_gather_into_tensor(out, torch.ones(1 << 24, dtype=BF16)))
+        out = torch.empty(world_size << 26, dtype=BF16)
+        text = refused(lambda: dist.all_gather_into_tensor(out, torch.ones(1 << 26, dtype=BF16)))
     else:
         text = refused(lambda: CALLS[call](world_size))
     # the next call fails too, in time

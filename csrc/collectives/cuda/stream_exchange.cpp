@@ -526,7 +526,7 @@ std::string StreamWorker::finish(Ticket& ticket) {
   std::string error;
   if (ticket.report->open != 0) {
     const auto start = Clock::now();
-    if (ticket.report->findings.fault == 0) error = finish_dynamic(ticket);
+    error = finish_dynamic(ticket);  // also after a fault: the peers wait for their parts
     counters.exchange_seconds += std::chrono::duration<double>(Clock::now() - start).count();
     const cuda::Findings& findings = ticket.report->findings;
     if (error.empty() && findings.fault != 0) {
@@ -574,7 +574,10 @@ std::string StreamWorker::finish_dynamic(Ticket& ticket) {
   for (size_t i = 0; i < ticket.incoming.size(); i++) {
     cuda::Incoming& message = ticket.incoming[i];
     const cuda::Sizes& sizes = ticket.incoming_sizes[i];
-    if (message.plain) continue;
+    // A header with impossible sizes, which decoding refuses, says nothing of a dynamic part.
+    const bool possible =
+        sizes.pool_bytes <= pool_bound(message.elements) && sizes.low_bytes <= low_bound(message.elements, dtype);
+    if (message.plain || !possible) continue;
     const int source = ticket.incoming_peers[i];
     message.pool_room = beyond_inline(sizes.pool_bytes, message.inline_bytes);
     message.low_room = sizes.low_bytes;

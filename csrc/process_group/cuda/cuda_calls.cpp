@@ -134,11 +134,12 @@ struct CallState {
   JobList call;  // its tensors go when the work has been waited for, or else when the call is done
 
   void release() {
-    std::vector<Job> jobs;
-    Tensors inputs;
+    JobList released;
     std::lock_guard<std::mutex> lock(mutex);
-    jobs.swap(call.jobs);
-    inputs.swap(call.inputs);
+    released.jobs.swap(call.jobs);
+    released.inputs.swap(call.inputs);
+    released.outputs.swap(call.outputs);
+    released.value.swap(call.value);
   }
 };
 
@@ -154,8 +155,12 @@ class WorkCuda final : public c10d::Work {
         future_(c10::make_intrusive<c10::ivalue::Future>(state_->call.value.type(),
                                                          std::vector<c10::Device>{stream.device()})) {
     end_.record(stream);
-    const CUDAStreamGuard guard(stream);
-    future_->markCompleted(state_->call.value);  // in stream order, as the future knows
+    {
+      const CUDAStreamGuard guard(stream);
+      future_->markCompleted(state_->call.value);  // in stream order, as the future knows
+    }
+    // A profiler's event is about the call, as with ProcessGroupNCCL; kernels have their own.
+    if (recordFunctionEndCallback_) recordFunctionEndCallback_();
   }
 
   bool isCompleted() override {
@@ -224,7 +229,6 @@ class CudaCallsOnStreams final : public CudaCalls {
     auto state = std::make_shared<CallState>();
     state->call = std::move(call);
     std::vector<Job> jobs = state->call.jobs;
-    if (!asynchronous) state->release();  // in stream order, memory may be reused at once
     state->open = jobs.size();
     const CUDAStreamGuard stream_guard(stream);
     const auto finished = [this, state](const Counters& counters, const std::string& error) {
@@ -242,7 +246,9 @@ class CudaCallsOnStreams final : public CudaCalls {
       }
     }
     const std::string title = c10::str("zipccl:", name(state->call.collective));
-    return c10::make_intrusive<WorkCuda>(group_.rank, title, state, stream);
+    auto work = c10::make_intrusive<WorkCuda>(group_.rank, title, state, stream);
+    if (!asynchronous) state->release();  // in the stream's order, memory may be used again at once
+    return work;
   }
 
   void abort(const std::string& why) override {
