@@ -3,11 +3,15 @@
 #            make PYTHON=python3.12 env              another Python (3.11 or newer)
 #            make ZIPCCL_CUDA=0 build                without the CUDA part (1: fail where it cannot be built)
 #            make PYTEST_ARGS='-k gather -x' test-fast
+#            make REQUIRE_GPU=1 gpu                  fail where there is no GPU
+#            make OWN=python3 gpu                    with the PyTorch, pytest and rich that this Python has: no download
 
 PYTHON = python3
 TORCH = torch==2.14.1
 OLD_TORCH = torch==2.13.0
 PYTEST_ARGS =
+REQUIRE_GPU ?=
+OWN =
 
 ENV = .venv
 OLD_ENV = .venv-2.13
@@ -28,7 +32,7 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench bench-gpu sass build env clean FORCE
+.PHONY: help demo test test-fast test-old lint format bench gpu test-gpu bench-gpu sass build build-own env clean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,13 +72,39 @@ format: $(ENV)/.tools  ## rewrite the sources in the style that lint checks
 bench: build  ## the codec against memcpy and other compressors
 	$(ENV)/bin/python benchmarks/codec.py
 
-bench-gpu: build  ## the CUDA codec against a copy, and the collectives against NCCL (needs a GPU, or two)
-	$(ENV)/bin/python benchmarks/gpu.py --require
+GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
+GPU_BUILD = $(if $(OWN),build-own,build)
+GPU_TESTS = REQUIRE_GPU=$(REQUIRE_GPU) $(GPU_PYTHON) -m pytest tests/gpu
+GPU_BENCHMARKS = $(GPU_PYTHON) benchmarks/gpu.py $(if $(filter 1,$(REQUIRE_GPU)),--require)
+GPU_REPORT = build/gpu-report
+
+gpu: $(GPU_BUILD)  ## test-gpu and bench-gpu, in ten minutes; build/gpu-report.txt holds what they say
+	@mkdir -p build
+	@{ git describe --always --dirty; nvidia-smi -L 2>&- || echo 'nvidia-smi shows no GPU'; \
+		printf '\n==> %s\n' 'Tests on a GPU'; \
+		$(GPU_TESTS) --session-timeout=300 --durations=10 $(PYTEST_ARGS); tests=$$?; \
+		printf '\n==> %s\n' 'Benchmarks on a GPU'; \
+		$(GPU_BENCHMARKS) --json $(GPU_REPORT).json && exit $$tests; \
+	} 2>&1 | tee $(GPU_REPORT).txt
+
+test-gpu: $(GPU_BUILD)  ## the tests of tests/gpu; without a GPU they say so (REQUIRE_GPU=1: and fail)
+	$(SAY) 'Tests on a GPU'
+	$(GPU_TESTS) $(PYTEST_ARGS)
+
+bench-gpu: $(GPU_BUILD)  ## the CUDA codec against a copy, and the collectives against NCCL (those need two GPUs)
+	$(SAY) 'Benchmarks on a GPU'
+	$(GPU_BENCHMARKS)
 
 sass: $(ENV)/.tools  ## the CUDA kernels' instructions per element, and what they mean on several GPUs (needs nvcc only)
 	$(ENV)/bin/python benchmarks/sass.py --arch all
 
 build: $(ENV)/.installed  ## compile the extension, if anything changed
+
+# What the environment of this Makefile had built for itself may be gone then.
+build-own:
+	$(SAY) 'Building the extension for the PyTorch of $(OWN)'
+	@rm -f $(ENV)/.built
+	$(OWN) setup.py build_ext --inplace
 
 env: $(ENV)/.tools  ## PyTorch and the tools, without the extension
 

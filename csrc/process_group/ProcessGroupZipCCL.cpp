@@ -770,6 +770,7 @@ CudaCalls& ProcessGroupZipCCL::cuda_calls() {
     group.name = getGroupUid();
     group.options = options_->exchange;
     group.options.segment_bytes = options_->cuda_segment_bytes;
+    group.timeout = options_->timeout;
     if (options_->cuda_over_gloo) {
       group.staging = exchange_;
     } else {

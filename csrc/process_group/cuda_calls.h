@@ -44,6 +44,7 @@ struct CudaGroup {
   int rank;
   std::string name;
   ExchangeOptions options;
+  std::chrono::milliseconds timeout;
   // Makes or finds a wrapped backend for CUDA tensors: for the callers' threads, and one more for the worker's. Null:
   // the bytes go through processor memory and `staging`, a backend for CPU tensors.
   std::function<c10::intrusive_ptr<c10d::Backend>()> plain, exchange;

@@ -1,29 +1,12 @@
-// The codec's interface for ctypes. Functions return 0, or a negative number after an exception, whose text
-// last_error() gives: -1 for a FormatError, -2 for any other.
+// The CPU codec's interface for ctypes.
 #include <cstring>
-#include <string>
 
 #include "codec.h"
+#include "guarded.h"
 
 using namespace zipccl;
 
 namespace {
-
-thread_local std::string error_text;
-
-template <class Action>
-int guarded(Action action) {
-  try {
-    action();
-    return 0;
-  } catch (const FormatError& error) {
-    error_text = error.what();
-    return -1;
-  } catch (const std::exception& error) {
-    error_text = error.what();
-    return -2;
-  }
-}
 
 EncodeOptions make_options(const int16_t* tops, int plain, int checksum, float scale) {
   EncodeOptions options;
@@ -37,8 +20,6 @@ EncodeOptions make_options(const int16_t* tops, int plain, int checksum, float s
 }  // namespace
 
 extern "C" {
-
-const char* last_error() { return error_text.c_str(); }
 
 const char* api_coder_name() { return coder_name(); }
 int api_set_coder(const char* name) {

@@ -8,8 +8,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import library
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
+def runs(coder: str) -> str:
+    if coder not in library.coders():
+        lacks = "there are no CUDA headers" if coder == "cuda" else f"the processor has no {coder}, nor an emulation"
+        pytest.skip(lacks)
+    return coder
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "cuda"])
 def coder(request: pytest.FixtureRequest) -> str:
-    if request.param not in library.coders():
-        pytest.skip(f"the processor has no {request.param}, and nothing emulates it")
-    return request.param
+    return runs(request.param)
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def cpu_coder(request: pytest.FixtureRequest) -> str:
+    return runs(request.param)

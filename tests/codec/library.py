@@ -1,5 +1,6 @@
-"""The CPU codec as a Python module: compiles csrc/codec/cpu with c_api.cpp, loads it with ctypes, wraps the calls.
+"""The codec as a Python module: compiles csrc/codec/cpu with c_api.cpp, loads it with ctypes, wraps the calls.
 
+The coder "cuda" is csrc/codec/cuda over the emulator of tests/simt, in a second library with the same functions.
 Every wrapper hands the codec outputs of exactly the agreed size and checks guard bytes before and behind them.
 """
 
@@ -10,12 +11,16 @@ import functools
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simt"))
+import build as simt
 
 HERE = Path(__file__).resolve().parent
 CODEC = HERE.parent.parent / "csrc" / "codec"
@@ -62,13 +67,15 @@ def cache_folder() -> Path:
     return folder
 
 
-def build(name: str, extra_sources: Sequence[Path], flags: Sequence[str], link_flags: Sequence[str]) -> Path:
-    """Compiles the codec and `extra_sources`, in parallel, and links them. What was compiled before is kept."""
+def build(name: str, sources: Sequence[Path], flags: Sequence[str], link_flags: Sequence[str]) -> Path:
+    """Compiles `sources`, in parallel, and links them. What was compiled before is kept."""
     emulate = [] if processor_has_avx512() else emulation_flags()
-    headers = [file.read_bytes() for file in [*sorted(CODEC.rglob("*.h")), *sorted(HERE.glob("*.h"))]]
+    folders = [CODEC, CODEC / "cuda", HERE, simt.FOLDER]
+    headers = [file.read_bytes() for folder in folders for file in sorted(folder.glob("*.[hc]u*"))]
+    headers += [file.read_bytes() for folder in [*folders, CODEC / "cpu"] for file in sorted(folder.glob("*.h"))]
     folder = cache_folder()
     objects, running = [], []
-    for source in [*SOURCES, *extra_sources]:
+    for source in sources:
         special = emulate if source.name == "avx512.cpp" else [flag for flag in emulate if flag.startswith("-D")]
         command = ["g++", "-std=c++17", "-I", str(CODEC), *flags, *special, "-c", str(source)]
         digest = hashlib.sha256(b"".join([repr(command).encode(), source.read_bytes(), *headers])).hexdigest()
@@ -88,16 +95,35 @@ def build(name: str, extra_sources: Sequence[Path], flags: Sequence[str], link_f
     return output
 
 
+def load(path: Path) -> ctypes.CDLL:
+    """A library with the functions that all coders have."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.last_error.restype = ctypes.c_char_p
+    u64, pointer, integer, real = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    options = [pointer, u64, integer, pointer, integer, integer, real]
+    message = [pointer, u64, pointer, u64, u64, integer]
+    calls = {
+        "encode": [*options, u64, pointer, pointer, pointer, pointer],
+        "encode_contiguous": [*options, pointer, pointer],
+        "decode": [*message, pointer],
+        "accumulate": [*message, integer, pointer],
+        "accumulate_values": [pointer, u64, integer, real, integer, pointer],
+        "finish": [pointer, u64, real, integer, pointer],
+    }
+    for name, arguments in calls.items():
+        getattr(loaded, "api_" + name).argtypes = arguments
+    return loaded
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     path = build(
         "library",
-        [HERE / "c_api.cpp", HERE / "sweep.cpp"],
+        [*SOURCES, HERE / "c_api.cpp", HERE / "sweep.cpp"],
         ["-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"],
         ["-shared"],
     )
-    loaded = ctypes.CDLL(str(path))
-    loaded.last_error.restype = ctypes.c_char_p
+    loaded = load(path)
     loaded.api_coder_name.restype = ctypes.c_char_p
     u64, pointer, integer, real = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
     sizes = {
@@ -115,20 +141,12 @@ def library() -> ctypes.CDLL:
     for name, arguments in sizes.items():
         function = getattr(loaded, "api_" + name)
         function.argtypes, function.restype = arguments, u64
-    options = [pointer, u64, integer, pointer, integer, integer, real]
-    message = [pointer, u64, pointer, u64, u64, integer]
     calls = {
         "set_coder": [ctypes.c_char_p],
         "window_top": [real],
         "best_window": [pointer],
         "contiguous_message": [pointer, u64, pointer, pointer],
-        "encode": [*options, u64, pointer, pointer, pointer, pointer],
-        "encode_contiguous": [*options, pointer, pointer],
         "read_header": [pointer, u64, pointer],
-        "decode": [*message, pointer],
-        "accumulate": [*message, integer, pointer],
-        "accumulate_values": [pointer, u64, integer, real, integer, pointer],
-        "finish": [pointer, u64, real, integer, pointer],
     }
     for name, arguments in calls.items():
         getattr(loaded, "api_" + name).argtypes = arguments
@@ -138,32 +156,53 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+@functools.cache
+def cuda_library() -> ctypes.CDLL:
+    flags = ["-I", str(CODEC.parent), "-I", str(simt.FOLDER), "-isystem", str(simt.cuda_include())]
+    flags += ["-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror"]
+    return load(build("cuda", [HERE / "cuda_api.cpp", *simt.ENGINE], [*flags, "-Wno-unknown-pragmas"], ["-shared"]))
+
+
 def size(name: str, *arguments: int) -> int:
     """A size function of format.h or codec.h, by name."""
     return getattr(library(), "api_" + name)(*arguments)
 
 
 def call(name: str, *arguments) -> None:
-    result = getattr(library(), "api_" + name)(*arguments)
+    """One of the codec's functions, by the coder in use."""
+    own = cuda_library() if cuda_in_use else library()
+    result = getattr(own, "api_" + name)(*arguments)
     if result != 0:
-        text = library().last_error().decode()
+        text = own.last_error().decode()
         raise FormatError(text) if result == -1 else RuntimeError(text)
 
 
 @functools.cache
-def coders() -> list[str]:
-    """The coders that run here; AVX-512 emulated if need be."""
+def cpu_coders() -> list[str]:
+    """The CPU's coders that run here; AVX-512 emulated if need be."""
     return [name for name in ("portable", "avx2", "avx512") if library().api_set_coder(name.encode()) == 0]
+
+
+@functools.cache
+def coders() -> list[str]:
+    """All coders that run here: the GPU's on the emulator, which needs CUDA's headers."""
+    return cpu_coders() + (["cuda"] if simt.cuda_include() else [])
+
+
+cuda_in_use = False
 
 
 @contextmanager
 def using(coder: str | None) -> Iterator[None]:
+    global cuda_in_use
     previous = library().api_coder_name()
-    if coder is not None:
+    if coder not in (None, "cuda"):
         call("set_coder", coder.encode())
+    cuda_in_use = coder == "cuda"
     try:
         yield
     finally:
+        cuda_in_use = False
         library().api_set_coder(previous)
 
 
@@ -172,11 +211,11 @@ def using(coder: str | None) -> Iterator[None]:
 
 
 class Guarded:
-    """`size` bytes at `offset` behind a 64-byte boundary, between guard bytes."""
+    """`size` bytes at `offset` behind a 128-byte boundary, between guard bytes."""
 
     def __init__(self, size: int, offset: int = 0):
-        self.whole = np.full(size + 2 * GUARD + 64 + offset, GUARD_BYTE, np.uint8)
-        start = GUARD + (-(self.whole.ctypes.data + GUARD) % 64) + offset
+        self.whole = np.full(size + 2 * GUARD + 128 + offset, GUARD_BYTE, np.uint8)
+        start = GUARD + (-(self.whole.ctypes.data + GUARD) % 128) + offset
         self.before = self.whole[:start]
         self.bytes = self.whole[start : start + size]
         self.behind = self.whole[start + size :]
@@ -195,7 +234,7 @@ def number(dtype: int | str) -> int:
 
 
 def as_input(array: np.ndarray, dtype: int, offset_elements: int = 0) -> np.ndarray:
-    """A copy of the patterns in `array` that starts `offset_elements` elements behind a 64-byte boundary."""
+    """A copy of the patterns in `array` that starts `offset_elements` elements behind a 128-byte boundary."""
     array = np.ascontiguousarray(array).reshape(-1)
     kind = np.dtype(NUMPY[dtype])
     patterns = array.view(kind) if array.dtype.itemsize == kind.itemsize else array.astype(kind)

@@ -131,12 +131,35 @@ def encode(
             low += halves.tobytes().ljust(round_up(2 * m, 128), b"\0") if halves.any() else b""
         table = table.ljust(bodies_offset(n) - 64 if n else 0, b"\0")
     header = Header(0x4C43505A, 1, dtype, flags, n, len(pool), inline_bytes, len(low), scale, 0, 0, 0)
-    if checksum:
-        header = header._replace(checksum=word_sum(HEADER.pack(*header), table, bodies, pool, low))
-    overflow = pool[inline_bytes:]
+    return assemble(header, table + bodies, pool, low)
+
+
+def assemble(header: Header, coded: bytes, pool: bytes, low: bytes) -> tuple[bytes, bytes]:
+    """Both parts from a header without its checksum, chunk headers and bodies, pool, and low halves."""
+    if header.flags & CHECKSUM:
+        header = header._replace(checksum=word_sum(HEADER.pack(*header), coded, pool, low))
+    overflow = pool[header.inline_bytes :]
     gap = bytes(-len(overflow) % 128) if low else b""
-    static = HEADER.pack(*header) + table + bodies + pool[:inline_bytes].ljust(inline_bytes, b"\0")
-    return static, overflow + gap + low
+    inlined = pool[: header.inline_bytes].ljust(header.inline_bytes, b"\0")
+    return HEADER.pack(*header) + coded + inlined, overflow + gap + low
+
+
+def in_chunk_order(static: bytes, dynamic: bytes) -> tuple[bytes, bytes]:
+    """The same message with pool and low halves in chunk order and without gaps, as `encode` makes it."""
+    header = read_header(static)
+    if header.flags & PLAIN:
+        return static, dynamic
+    table, pool, low = b"", b"", b""
+    old_pool, old_low = pool_and_low(static, dynamic, header)
+    for chunk in read_chunk_headers(static, header):
+        low_index = NO_LOW if chunk.low == NO_LOW else len(low) // 128
+        table += CHUNK_HEADER.pack(*chunk._replace(low=low_index, pool_offset=len(pool))[:5], *chunk.escape_end)
+        pool += old_pool[chunk.pool_offset :][: chunk.escape_end[7]]
+        if chunk.low != NO_LOW:
+            low += old_low[128 * chunk.low :][: round_up(2 * chunk.elements, 128)]
+    require((len(pool), len(low)) == (header.pool_bytes, header.low_bytes), "gaps or overlap")
+    coded = table + static[64 + len(table) : pool_start(header.elements)]
+    return assemble(header._replace(checksum=0), coded, pool, low)
 
 
 def contiguous(static: bytes, dynamic: bytes) -> bytes:
@@ -213,6 +236,14 @@ def decode_chunk(body: np.ndarray, chunk: ChunkHeader, pool: np.ndarray) -> np.n
     return join(body[:size], exponents)[:m]
 
 
+def pool_and_low(static: bytes, dynamic: bytes, header: Header) -> tuple[bytes, bytes]:
+    overflow = max(0, header.pool_bytes - header.inline_bytes)
+    low_at = round_up(overflow, 128)
+    require(len(dynamic) >= (low_at + header.low_bytes if header.low_bytes else overflow), "size of the dynamic part")
+    pool = (static[pool_start(header.elements) :] + dynamic[:overflow])[: header.pool_bytes]
+    return pool, dynamic[low_at : low_at + header.low_bytes]
+
+
 def decode(static: bytes, dynamic: bytes = b"") -> tuple[np.ndarray, Header]:
     header = read_header(static)
     n, values_at = header.elements, 128 if header.elements else 64
@@ -221,14 +252,9 @@ def decode(static: bytes, dynamic: bytes = b"") -> tuple[np.ndarray, Header]:
     if header.flags & PLAIN:
         require(not header.flags & CHECKSUM or word_sum(zeroed, static[values_at:]) == header.checksum, "checksum")
         return np.frombuffer(static[values_at:], VALUE[header.dtype]), header
-    start = pool_start(n)
-    overflow = max(0, header.pool_bytes - header.inline_bytes)
-    low_at = round_up(overflow, 128)
-    require(len(dynamic) >= (low_at + header.low_bytes if header.low_bytes else overflow), "size of the dynamic part")
-    pool = (static[start:] + dynamic[:overflow])[: header.pool_bytes]
-    low = dynamic[low_at : low_at + header.low_bytes]
+    pool, low = pool_and_low(static, dynamic, header)
     checked = header.flags & CHECKSUM
-    require(not checked or word_sum(zeroed, static[64:start], pool, low) == header.checksum, "checksum")
+    require(not checked or word_sum(zeroed, static[64 : pool_start(n)], pool, low) == header.checksum, "checksum")
     out = np.zeros(n, VALUE[header.dtype])
     for k, (m, chunk) in enumerate(zip(counts(n), read_chunk_headers(static, header), strict=True)):
         check_chunk(chunk, m, header)

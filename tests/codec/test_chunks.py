@@ -5,12 +5,43 @@ import re
 import subprocess
 
 import library
+import numpy as np
 import pytest
+import reference
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_every_pattern_under_every_window(coder, streaming):
-    assert library.library().sweep(coder.encode(), streaming) == 0
+def test_every_pattern_under_every_window(cpu_coder, streaming):
+    assert library.library().sweep(cpu_coder.encode(), streaming) == 0
+
+
+def a_chunk_for_each_top(mode: int, escapes: int) -> np.ndarray:
+    """In each, `escapes` values of all patterns in turn; the others have codes in this mode with this top."""
+    rng = np.random.default_rng(mode)
+    any_pattern = np.resize(rng.permutation(np.arange(65536, dtype=np.uint16)), 256 * escapes)
+    chunks = []
+    for top in range(256):
+        exponents = reference.exponents_of(rng.integers(1, 8, library.CHUNK).astype(np.uint8), top, mode)
+        values = exponents.astype(np.uint16) << 7 | rng.integers(0, 65536, library.CHUNK).astype(np.uint16) & 0x807F
+        values[rng.permutation(library.CHUNK)[:escapes]] = any_pattern[top * escapes :][:escapes]
+        chunks.append(values)
+    return np.concatenate(chunks)
+
+
+@pytest.mark.parametrize("mode", [reference.WINDOW, reference.WINDOW_AND_ZERO])
+def test_every_top_of_a_message(mode, coder):
+    values = a_chunk_for_each_top(mode, reference.raw_pool_bytes(library.CHUNK))
+    static, dynamic = reference.encode(values, library.BF16, [(top, mode) for top in range(256)])
+    assert (library.decode(static, dynamic, len(values), library.BF16, coder=coder) == values).all()
+
+    values = a_chunk_for_each_top(mode, 1000)
+    tops = range(256) if mode == reference.WINDOW else None
+    static, dynamic = library.encode(values, library.BF16, tops=tops, inline_bytes=0, coder=coder)
+    windows = [(c.top, c.mode) for c in reference.read_chunk_headers(static, reference.read_header(static))]
+    # A sample gives no lower ones, and no zeros beside 1 to 6.
+    first = 0 if mode == reference.WINDOW else 7
+    assert windows[first:] == [(top, mode) for top in range(first, 256)]
+    assert reference.in_chunk_order(static, dynamic) == reference.encode(values, library.BF16, windows)
 
 
 @pytest.mark.parametrize("source", library.SOURCES, ids=lambda source: source.stem)

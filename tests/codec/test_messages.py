@@ -3,6 +3,7 @@
 import library
 import numpy as np
 import pytest
+import reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from library import BF16, BYTES, CHUNK, FP32
@@ -28,13 +29,36 @@ def values_of(kind: str, n: int) -> np.ndarray:
 
 
 def check_everywhere(values: np.ndarray, dtype: int, **options) -> tuple[bytes, bytes]:
-    """All coders write the same bytes, and all read them."""
-    parts = {library.encode(values, dtype, coder=coder, **options) for coder in library.coders()}
+    """All coders of the CPU write the same bytes, the GPU's the same but for its choices, and all read them."""
+    parts = {library.encode(values, dtype, coder=coder, **options) for coder in library.cpu_coders()}
     assert len(parts) == 1
-    static, dynamic = parts.pop()
-    for coder in library.coders():
-        assert (library.decode(static, dynamic, len(values), dtype, coder=coder) == values).all()
-    return static, dynamic
+    messages = list(parts)
+    if "cuda" in library.coders() and dtype != BYTES:
+        messages.append(library.encode(values, dtype, coder="cuda", **options))
+        check_choices(*messages)
+    for static, dynamic in messages:
+        for coder in library.coders() if dtype != BYTES else library.cpu_coders():
+            assert (library.decode(static, dynamic, len(values), dtype, coder=coder) == values).all()
+    return messages[0]
+
+
+def check_choices(cpu: tuple[bytes, bytes], gpu: tuple[bytes, bytes]) -> None:
+    """The GPU samples every chunk, where the CPU may keep the window of the one before, and has its own order in the
+    pool and the low halves. Everything else is the same: `test_format` has the GPU's windows, too."""
+    headers = [reference.read_header(static) for static, _ in (cpu, gpu)]
+    free = {"pool_bytes": 0, "checksum": 0}
+    assert headers[0]._replace(**free) == headers[1]._replace(**free)
+    assert len(cpu[0]) == len(gpu[0])
+    ordered = reference.in_chunk_order(*gpu)
+    if windows(cpu[0]) == windows(gpu[0]):
+        assert ordered == cpu
+    else:
+        assert headers[0].elements > CHUNK
+
+
+def windows(static: bytes) -> list[tuple[int, int]]:
+    header = reference.read_header(static)
+    return [(c.top, c.mode) for c in reference.read_chunk_headers(static, header)] if not header.flags & 1 else []
 
 
 def modes(static: bytes, n: int) -> list[int]:
@@ -124,7 +148,11 @@ def test_any_alignment(dtype, n, coder):
     values = values if dtype == FP32 else library.bf16(values.view(np.float32))
     wanted = library.encode(values, dtype)
     for offset in (1, 3, 16):
-        assert library.encode(values, dtype, coder=coder, offset_elements=offset, output_offset=8 * offset) == wanted
+        parts = library.encode(values, dtype, coder=coder, offset_elements=offset, output_offset=8 * offset)
+        if coder == "cuda":
+            check_choices(wanted, parts)
+        else:
+            assert parts == wanted
         back = library.decode(*wanted, n, dtype, coder=coder, offset_elements=offset, input_offset=8 * offset)
         assert (back == values).all()
         assert (library.decode(*wanted, n, dtype, coder=coder, input_offset=offset) == values).all()
@@ -147,9 +175,13 @@ def test_contiguous(dtype, n):
     values = values_of("normal", n)
     values = values if dtype == BF16 else values.astype(np.uint32) << 16 | (np.arange(n) // CHUNK % 2).astype(np.uint32)
     for checksum in (False, True):
-        messages = {library.encode_contiguous(values, dtype, checksum=checksum, coder=c) for c in library.coders()}
+        messages = {library.encode_contiguous(values, dtype, checksum=checksum, coder=c) for c in library.cpu_coders()}
         assert len(messages) == 1
         message = messages.pop()
+        if "cuda" in library.coders():
+            gpu = library.encode_contiguous(values, dtype, checksum=checksum, coder="cuda")
+            assert (library.decode_contiguous(gpu, n, dtype) == values).all()
+            assert abs(len(gpu) - len(message)) <= len(message) / 100 and (len(gpu) == len(message) or n > CHUNK)
         assert (library.decode_contiguous(message, n, dtype) == values).all()
         pool, inline_bytes, low = np.frombuffer(message, np.uint64, 3, 16)
         assert inline_bytes == pool
@@ -157,18 +189,19 @@ def test_contiguous(dtype, n):
         assert len(message) == (-(-end // 128) * 128 + int(low) if low else end)
 
 
-def test_given_windows_are_used_unless_they_fit_badly():
+def test_given_windows_are_used_unless_they_fit_badly(coder):
     values = library.bf16(normal(4 * CHUNK))
     tops = [122, 123, 20, -1]
-    static, _ = check_everywhere(values, BF16, tops=tops)
+    check_everywhere(values, BF16, tops=tops)
+    static, _ = library.encode(values, BF16, tops=tops, coder=coder)
     used = [static[64 + 32 * chunk + 2] for chunk in range(4)]
     assert used[:2] == tops[:2]
     assert used[2] == used[3] == library.library().api_window_top(0.02)
 
 
-def test_escapes_are_counted_by_sub_block():
+def test_escapes_are_counted_by_sub_block(coder):
     values = library.bf16(normal(10_000))
-    static, _ = library.encode(values, BF16)
+    static, _ = library.encode(values, BF16, coder=coder)
     for chunk, count in enumerate((8192, 1808)):
         header = static[64 + 32 * chunk :][:32]
         ends = np.frombuffer(header, np.uint16, 8, 16)
@@ -177,8 +210,9 @@ def test_escapes_are_counted_by_sub_block():
         assert ends.tolist() == [escaped[: 1024 * (k + 1)].sum() for k in range(8)]
 
 
-def test_streaming_equals_cached(coder):
+def test_streaming_equals_cached(cpu_coder):
     """A message beyond the last-level cache, and the same in pieces that are not."""
+    coder = cpu_coder
     if coder == "avx512" and not library.processor_has_avx512():
         pytest.skip("emulation is slow; test_chunks has the same kernels")
     n = (40 << 20) + 123
@@ -239,7 +273,7 @@ def test_coder_names():
     assert lib.api_set_coder(b"sse9") == -2
     text = lib.last_error().decode()
     assert "sse9" in text and "portable" in text
-    for name in library.coders():
+    for name in library.cpu_coders():
         assert lib.api_set_coder(name.encode()) == 0
         assert lib.api_coder_name() == name.encode()
     lib.api_set_coder(b"portable")

@@ -77,6 +77,6 @@ def test_finish(coder, divisor):
         assert_same(library.finish(accumulator.view(np.float32), divisor, FP32, coder=coder).view(np.float32), wanted)
 
 
-def test_bytes_cannot_be_reduced():
+def test_bytes_cannot_be_reduced(coder):
     with pytest.raises(RuntimeError, match="bf16 and fp32"):
-        library.accumulate_values(np.zeros(4, np.uint8), library.BYTES, 1.0, SUM, np.zeros(4, np.float32))
+        library.accumulate_values(np.zeros(4, np.uint8), library.BYTES, 1.0, SUM, np.zeros(4, np.float32), coder=coder)

@@ -73,44 +73,47 @@ def test_best_window_counts_and_breaks_ties():
 
 
 @pytest.mark.parametrize("sigma", [0.02 * 2 ** (k / 8) for k in range(8)])
-def test_sample_is_close_to_the_best_window(sigma):
+def test_sample_is_close_to_the_best_window(sigma, coder):
     values = normal(CHUNK, sigma)
-    static, _ = library.encode(values, BF16)
+    static, _ = library.encode(values, BF16, coder=coder)
     assert escapes(static) - fewest_escapes(values) <= 0.005 * CHUNK
 
 
-def ratio(values: np.ndarray, dtype: int) -> float:
-    return len(library.encode_contiguous(values, dtype)) / values.nbytes
+def ratio(values: np.ndarray, dtype: int, coder: str) -> float:
+    return len(library.encode_contiguous(values, dtype, coder=coder)) / values.nbytes
 
 
-def test_ratios():
+def test_ratios(coder):
     n = 64 * CHUNK
-    assert ratio(normal(n, 0.02), BF16) < 0.7035
-    assert max(ratio(normal(n, 0.02 * 2 ** (k / 8)), BF16) for k in range(8)) < 0.709
+    assert ratio(normal(n, 0.02), BF16, coder) < 0.7035
+    assert max(ratio(normal(n, 0.02 * 2 ** (k / 8)), BF16, coder) for k in range(8)) < 0.709
     relu = library.bf16(np.maximum(np.random.default_rng(0).standard_normal(n), 0))
-    assert ratio(relu, BF16) < 0.71
-    assert ratio(normal(n, 0.02).astype(np.uint32) << 16, FP32) < 0.353
-    assert ratio((np.random.default_rng(0).standard_normal(n) * 0.02).astype(np.float32).view(np.uint32), FP32) < 0.853
+    assert ratio(relu, BF16, coder) < 0.71
+    assert ratio(normal(n, 0.02).astype(np.uint32) << 16, FP32, coder) < 0.353
+    assert (
+        ratio((np.random.default_rng(0).standard_normal(n) * 0.02).astype(np.float32).view(np.uint32), FP32, coder)
+        < 0.853
+    )
 
 
-def test_window_follows_the_data():
+def test_window_follows_the_data(coder):
     """Layers one behind the other, with scales far apart, as in a flattened bucket."""
     sigmas = [1e-3, 1e-3 * 1.4, 0.3, 1e-5, 2e-5, 5.0, 1e-4, 0.9e-4]
     values = np.concatenate([normal(3 * CHUNK + 1000, sigma, seed) for seed, sigma in enumerate(sigmas)])
-    static, _ = library.encode(values, BF16)
+    static, _ = library.encode(values, BF16, coder=coder)
     best = sum(fewest_escapes(values[start : start + CHUNK]) for start in range(0, len(values), CHUNK))
     assert escapes(static) - best < 0.006 * len(values)
 
 
-def test_mode_follows_the_data():
+def test_mode_follows_the_data(coder):
     values = normal(8 * CHUNK, 0.02)
     values[2 * CHUNK : 4 * CHUNK][::2] = 0
     values[5 * CHUNK : 6 * CHUNK] = np.random.default_rng(0).integers(0, 65536, CHUNK)
-    static, _ = library.encode(values, BF16)
+    static, _ = library.encode(values, BF16, coder=coder)
     assert [mode for _, mode in chunk_windows(static, len(values))] == [0, 0, 1, 1, 0, 2, 0, 0]
 
 
-def test_steady_data_keeps_its_window():
+def test_steady_data_keeps_its_window(cpu_coder):
     values = normal(200 * CHUNK, 0.02)
-    static, _ = library.encode(values, BF16)
+    static, _ = library.encode(values, BF16, coder=cpu_coder)
     assert len(set(chunk_windows(static, len(values)))) == 1

@@ -516,6 +516,7 @@ void lies() {
     lie("none", 1000, 5, inline_bytes, of({}, 5), 5, cuda::Fault::kNone);
     lie("counts that fall", 1000, 5, inline_bytes, of({5}, 3), 3, cuda::Fault::kChunkHeader);
     lie("counts that fall, full", 8192, 5, inline_bytes, of({5}, 3), 3, cuda::Fault::kChunkHeader);
+    lie("counts that rise behind the end", 1000, 5, inline_bytes, of({5}, 7), 7, cuda::Fault::kChunkHeader);
     lie("too few", 1000, 5, inline_bytes, of({}, 3), 3, cuda::Fault::kCodes);
     lie("too many", 8192, 5, inline_bytes, of({}, 7), 7, cuda::Fault::kCodes);
     lie("in another sub-block", 8192, 5, inline_bytes, of({3}, 5), 5, cuda::Fault::kCodes);
@@ -619,6 +620,7 @@ std::vector<Case> message_cases(const std::vector<uint64_t>& sizes) {
       for (int top : {122, 121, 90, 255, 6}) {
         what.top = top;
         what.offset = top % 4;
+        what.low = dtype == DType::kFloat32 && top % 2 == 0;
         what.inline_bytes = std::min<uint64_t>(128, pool_bound(elements));
         cases.push_back(what);
       }
@@ -674,6 +676,8 @@ int main(int argc, char** argv) {
       {"corrupt",
        [&] {
          lies();
+         // Its low halves could be longer.
+         corrupt({"normal", kChunkElements + 700, DType::kFloat32, true}, false);
          for (const char* kind : {"normal", "escapes", "relu", "random"}) {
            Case what = {kind, 1500, DType::kFloat32, true};
            what.inline_bytes = 16;

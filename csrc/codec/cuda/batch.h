@@ -92,7 +92,7 @@ void decode(const std::vector<Incoming>& messages, DType dtype, Findings* findin
 // of the `values`. `accumulator`: `elements` floats where there are more than kBatch messages, else it may be null.
 struct Reducing {
   Reduction reduction;
-  float divisor;
+  float divisor;  // positive and finite, below 2^126
   uint64_t elements;
   float* accumulator;
   void* output;

@@ -590,7 +590,7 @@ __device__ ZIPCCL_NOINLINE void encode_rare_chunk(EncodeShared& shared, const Pl
   if (attempted) {
     outcome = shared.outcome;
     low_unit = shared.low_unit;
-    __syncthreads();  // nobody reads any more what is there to be written again
+    __syncthreads();  // as in reduce_chunks, for registers
   }
   if (outcome == Outcome::kUnfit) {
     outcome = encode_chunk<dtype, true, false>(shared, message, chunk, values, elements, low_unit);
@@ -1163,7 +1163,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
         for (uint32_t j = 0; j < kQuads; j++) {
           accumulators.fold(j, four_values<dtype>(places, low, j, lane, count), scale);
         }
-        // Before the next message's values take the tile.
+        // The next message's barrier would do; this one keeps the compiler from mixing both, which takes registers.
         __syncwarp();
         continue;
       }

@@ -407,8 +407,11 @@ StreamWorker::~StreamWorker() {
 }
 
 void StreamWorker::abort(const std::string& why) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (aborted_.empty()) aborted_ = why;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_.empty()) aborted_ = why;
+  }
+  transport_->abort();
 }
 
 void StreamWorker::drain() {
@@ -444,6 +447,9 @@ void StreamWorker::submit(std::unique_ptr<Ticket> ticket) {
 
 void StreamWorker::loop() {
   cudaSetDevice(device_);
+  // A graph that another thread captures meanwhile is none of ours.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+  cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });

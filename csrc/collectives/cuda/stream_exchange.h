@@ -41,6 +41,8 @@ class StreamTransport {
   virtual void exchange(const std::vector<Range>& sends, const std::vector<Range>& receives, cudaStream_t stream) = 0;
   // Rank r's `bytes` bytes go to output + r * bytes, the own rank's too.
   virtual void all_gather(const void* input, void* output, uint64_t bytes, cudaStream_t stream) = 0;
+  // Makes what the host waits for in these calls, if it does, fail. From any thread.
+  virtual void abort() {}
 };
 
 // Memory of the current device that may be released when the work that uses it has been queued on `stream`.

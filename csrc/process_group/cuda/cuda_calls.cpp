@@ -61,7 +61,8 @@ class CollectiveTransport final : public StreamTransport {
 // Through processor memory, over a backend for CPU tensors. The host waits; for tests, with several ranks on one GPU.
 class StagedTransport final : public StreamTransport {
  public:
-  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, int tag) : transport_(std::move(backend)), tag_(tag) {}
+  StagedTransport(c10::intrusive_ptr<c10d::Backend> backend, int tag, std::chrono::milliseconds timeout)
+      : transport_(std::move(backend)), tag_(tag), timeout_(timeout) {}
   int rank() const override { return transport_.rank(); }
   int size() const override { return transport_.size(); }
 
@@ -84,12 +85,14 @@ class StagedTransport final : public StreamTransport {
       if (sends[peer].bytes == 0) continue;
       posted.push_back(transport_.send(peer, tag_, staged_sends[peer].data_ptr(), sends[peer].bytes));
     }
-    for (auto& one : posted) one->wait(kTimeout);
+    for (auto& one : posted) one->wait(timeout_);
     for (int peer = 0; peer < size(); peer++) {
       if (peer != rank()) copy(receives[peer].data, staged_receives[peer].data_ptr(), receives[peer].bytes, stream);
     }
     C10_CUDA_CHECK(cudaStreamSynchronize(stream));
   }
+
+  void abort() override { transport_.abort(); }
 
   void all_gather(const void* input, void* output, uint64_t bytes, cudaStream_t stream) override {
     std::vector<Range> sends, receives;
@@ -101,8 +104,6 @@ class StagedTransport final : public StreamTransport {
   }
 
  private:
-  static constexpr auto kTimeout = std::chrono::minutes(10);
-
   static at::Tensor staging(uint64_t bytes) {
     return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   }
@@ -112,6 +113,7 @@ class StagedTransport final : public StreamTransport {
 
   BackendTransport transport_;
   const int tag_;
+  const std::chrono::milliseconds timeout_;
 };
 
 // From PyTorch's allocator, for the current stream: released memory is reused in that stream's order.
@@ -253,7 +255,10 @@ class CudaCallsOnStreams final : public CudaCalls {
 
   void abort(const std::string& why) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [device, lane] : lanes_) lane.worker->abort(why);
+    for (auto& [device, lane] : lanes_) {
+      lane.worker->abort(why);
+      lane.transport->abort();
+    }
   }
 
   void drain() override {
@@ -283,8 +288,8 @@ class CudaCallsOnStreams final : public CudaCalls {
       auto* bytes = words.data_ptr<uint8_t>();
       workers->all_gather(bytes, bytes + 1, 1, c10::cuda::getCurrentCUDAStream().stream());
     } else {
-      callers = std::make_unique<StagedTransport>(group_.staging, kCallersTag);
-      workers = std::make_unique<StagedTransport>(group_.staging, kWorkersTag);
+      callers = std::make_unique<StagedTransport>(group_.staging, kCallersTag, group_.timeout);
+      workers = std::make_unique<StagedTransport>(group_.staging, kWorkersTag, group_.timeout);
     }
     auto worker = std::make_unique<StreamWorker>(device, std::move(workers));
     std::lock_guard<std::mutex> lock(mutex_);
