@@ -25,4 +25,11 @@ void all_to_all(Exchange& exchange, const Call& call, const std::vector<Part>& i
 void reduce_scatter(Exchange& exchange, const Call& call, const std::vector<Part>& inputs, const Reduce& reduce,
                     void* output);
 
+// `values`: `elements` of this rank's contribution, which the result replaces: a reduce_scatter of shares, then their
+// all_gather. The result is the same on all ranks, bit for bit. After a MismatchError or FormatError, ranks whose
+// result would lack a failed rank's share fail too.
+void all_reduce(Exchange& exchange, const Call& call, void* values, uint64_t elements, const Reduce& reduce);
+// Elements of each rank's share but the last ones', which may be shorter.
+uint64_t all_reduce_share(uint64_t elements, int size);
+
 }  // namespace zipccl

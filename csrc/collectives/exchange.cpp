@@ -10,6 +10,8 @@ const char* name(Collective collective) {
       return "reduce_scatter";
     case Collective::kAllToAll:
       return "all_to_all";
+    case Collective::kAllReduce:
+      return "all_reduce";
   }
   return "unknown collective";
 }

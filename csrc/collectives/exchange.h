@@ -17,7 +17,7 @@
 
 namespace zipccl {
 
-enum class Collective : uint8_t { kAllGather = 0, kReduceScatter = 1, kAllToAll = 2 };
+enum class Collective : uint8_t { kAllGather = 0, kReduceScatter = 1, kAllToAll = 2, kAllReduce = 3 };
 const char* name(Collective collective);
 
 // What must be the same on all ranks of a group: part of the agreement at its start.
@@ -34,7 +34,18 @@ struct Call {
   Collective collective;
   uint64_t sequence;  // counts the calls of the group
   DType dtype;
-  uint8_t operation = 0;  // c10d's ReduceOp of a reduce-scatter
+  uint8_t operation = 0;  // c10d's ReduceOp of a reduction
+  uint8_t phase = 0;      // of a call that exchanges more than once
+};
+
+// The phase of a rank that has nothing to contribute, because an earlier phase failed: its peers, which expect another,
+// get nothing from it, and fail too.
+constexpr uint8_t kFailedPhase = 0xff;
+
+// Peers called with other arguments, or sent what cannot be used. The transport is still usable.
+class MismatchError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 struct Counters {

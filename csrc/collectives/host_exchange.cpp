@@ -22,7 +22,8 @@ struct Hello {
   DType dtype = {};
   uint8_t operation = 0;
   uint8_t coded = 0;
-  uint16_t reserved0 = 0;
+  uint8_t phase = 0;
+  uint8_t reserved0 = 0;
   uint32_t reserved1 = 0;
   uint64_t sequence = 0;
   uint64_t sends = 0;    // elements for the receiver of this hello
@@ -40,7 +41,10 @@ std::string describe(const Hello& hello) {
   std::string text = std::string(name(hello.collective)) + " (its call " + std::to_string(hello.sequence) + ") with " +
                      std::to_string(hello.sends) + " " + name(hello.dtype) + " to send and " +
                      std::to_string(hello.expects) + " to receive";
-  if (hello.collective == Collective::kReduceScatter) text += ", ReduceOp " + std::to_string(hello.operation);
+  if (hello.collective == Collective::kReduceScatter || hello.collective == Collective::kAllReduce) {
+    text += ", ReduceOp " + std::to_string(hello.operation);
+  }
+  if (hello.phase == kFailedPhase) text += ", but without its part of the result, as it failed";
   return text + (hello.coded ? ", coded" : ", plain") + " in segments of " + std::to_string(hello.segment_elements);
 }
 
@@ -131,6 +135,7 @@ class HostCall {
     hello.collective = call_.collective;
     hello.dtype = call_.dtype;
     hello.operation = call_.operation;
+    hello.phase = call_.phase;
     hello.coded = segments_.coded(sends);
     hello.sequence = call_.sequence;
     hello.sends = sends;

@@ -31,12 +31,6 @@ class Workspace {
   std::map<std::tuple<Use, int, int>, Buffer> buffers_;
 };
 
-// Peers called with other arguments. The transport is still usable.
-class MismatchError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 // run() returns when the call is done. It throws TransportError, MismatchError, or FormatError for a message that
 // cannot be decoded; in the last two cases after everything that other ranks wait for was sent. Outputs hold garbage
 // then.

@@ -390,6 +390,41 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
                      outputs);
 }
 
+// ---- All-reduce
+
+Job ProcessGroupZipCCL::all_reduce_job(const at::Tensor& tensor, const ReduceOp& operation) {
+  // Ranks may lay their tensors out differently: dense ones have one order.
+  at::Tensor values = dense(tensor);
+  const Reduce reduce = reduce_of(operation, size_);
+  const auto code = static_cast<uint8_t>(operation.op_);
+  return [tensor, values, reduce, code](Exchange& exchange, uint64_t sequence) mutable {
+    const Call call{Collective::kAllReduce, sequence, dtype_of(values), code};
+    zipccl::all_reduce(exchange, call, values.data_ptr(), message_elements(values), reduce);
+    if (!values.is_same(tensor)) tensor.copy_(values);
+  };
+}
+
+// With mode="auto" not yet: without measurements nobody knows whether Gloo's ring is faster.
+c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::exchange_all_reduce(Tensors& tensors, const ReduceOp& operation,
+                                                                       OpType type, std::chrono::milliseconds timeout,
+                                                                       bool asynchronous) {
+  if (options_->mode != RouteMode::kZip && options_->mode != RouteMode::kRaw) return nullptr;
+  if (!reduces_in_fp32(operation) || !std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+        return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() && exchangeable(tensor);
+      })) {
+    return nullptr;
+  }
+  bool wanted = false;
+  for (const auto& tensor : tensors) {
+    const uint64_t share = all_reduce_share(tensor.numel(), size_) * tensor.element_size();
+    wanted = wanted || share >= options_->exchange.min_bytes;
+  }
+  if (!wanted) return nullptr;
+  std::vector<Job> jobs;
+  for (const auto& tensor : tensors) jobs.push_back(all_reduce_job(tensor, operation));
+  return submit_exchange(Collective::kAllReduce, type, tensors, tensors, timeout, asynchronous, std::move(jobs));
+}
+
 // ---- All-to-all
 
 // No rank knows the sizes between two others, so that a choice by size would not be the same everywhere: every
@@ -499,6 +534,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::broadcast(Tensors& tensors, c
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   check_device("all_reduce", tensors);
+  if (auto work = exchange_all_reduce(tensors, options.reduceOp, OpType::ALLREDUCE, options.timeout, options.asyncOp)) {
+    return work;
+  }
   if (on_cuda(tensors)) {
     return hand_on_cuda("all_reduce", [&](auto& backend) { return backend.allreduce(tensors, options); });
   }
@@ -530,6 +568,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_sparse(Tensors& ten
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allreduce_coalesced(Tensors& tensors,
                                                                        const c10d::AllreduceCoalescedOptions& options) {
   check_device("all_reduce", tensors);
+  if (auto work = exchange_all_reduce(tensors, options.reduceOp, OpType::ALLREDUCE_COALESCED, options.timeout,
+                                      options.asyncOp)) {
+    return work;
+  }
   if (on_cuda(tensors)) {
     return hand_on_cuda("all_reduce", [&](auto& backend) { return backend.allreduce_coalesced(tensors, options); });
   }

@@ -103,11 +103,12 @@ class ProcessGroupZipCCL final : public c10d::Backend {
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
 
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+
   // Handed on; where the wrapped backend lacks a dtype or an operation, made of what it has.
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
@@ -124,6 +125,10 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   bool exchangeable(const at::Tensor& tensor) const;
   Job all_gather_job(const Tensors& outputs, const at::Tensor& input);
   Job reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
+  Job all_reduce_job(const at::Tensor& tensor, const c10d::ReduceOp& operation);
+  // The zipped all-reduce of these tensors; null if it is not for the exchange.
+  WorkPtr exchange_all_reduce(Tensors& tensors, const c10d::ReduceOp& operation, c10d::OpType type,
+                              std::chrono::milliseconds timeout, bool asynchronous);
   WorkPtr reduce_scatter_wrapped(Tensors outputs, std::vector<Tensors> inputs, const c10d::ReduceOp& operation,
                                  std::chrono::milliseconds timeout);
   WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,

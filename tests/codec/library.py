@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simt"))
-import build as simt
+import emulator as simt
 
 HERE = Path(__file__).resolve().parent
 CODEC = HERE.parent.parent / "csrc" / "codec"

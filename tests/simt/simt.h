@@ -366,7 +366,7 @@ SIMT_LANES(__vcmpltu4, uint8_t, x < y ? 0xff : 0)
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) { return __vminu2(__vadd2(a, b), c); }
 inline unsigned __viaddmax_u16x2(unsigned a, unsigned b, unsigned c) { return __vmaxu2(__vadd2(a, b), c); }
 
-// Floats. build.py turns contraction off, so a product stays a product.
+// Floats. emulator.py turns contraction off, so a product stays a product.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import build as simt
+import emulator as simt
 
 pytestmark = pytest.mark.skipif(simt.cuda_include() is None, reason="needs CUDA's headers")
 

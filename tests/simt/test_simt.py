@@ -4,9 +4,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import emulator as simt
 import pytest
-
-import build as simt
 
 pytestmark = pytest.mark.skipif(simt.cuda_include() is None, reason="needs CUDA's headers")
 

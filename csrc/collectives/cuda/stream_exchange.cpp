@@ -380,6 +380,8 @@ void StreamExchange::run(const Call& call, const Parts& parts) { StreamCall(*thi
 
 // ---- The rest of the call, on the worker's thread
 
+constexpr int kFirstTickets = 16;
+
 StreamWorker::StreamWorker(int device, std::unique_ptr<StreamTransport> transport)
     : device_(device), transport_(std::move(transport)) {
   int least = 0, greatest = 0;
@@ -388,6 +390,10 @@ StreamWorker::StreamWorker(int device, std::unique_ptr<StreamTransport> transpor
   // from the others'.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "creating a stream");
   check(cudaStreamCreateWithPriority(&setup_stream_, cudaStreamNonBlocking, greatest), "creating a stream");
+  // Later ones may be allocated while streams wait, which can hold up the host.
+  for (int i = 0; i < kFirstTickets; i++) {
+    free_.push_back(std::make_unique<Ticket>(transport_->size(), setup_stream_));
+  }
   thread_ = std::thread([this] { loop(); });
 }
 
