@@ -1,5 +1,6 @@
 #include "process_group/ProcessGroupZipCCL.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -106,7 +107,7 @@ ProcessGroupZipCCL::~ProcessGroupZipCCL() {
   coalesced_.clear();
   cuda_coalesced_.clear();
   cuda_calls_.reset();  // waits for its worker
-  cuda_exchange_.reset();
+  cuda_exchanges_.clear();
   cuda_plain_.reset();
   close_exchange();
   plain_.reset();
@@ -117,7 +118,7 @@ ProcessGroupZipCCL::~ProcessGroupZipCCL() {
 bool ProcessGroupZipCCL::exchangeable(const at::Tensor& tensor) const {
   if (dtype_of(tensor) == DType::kBytes) return false;
 #ifdef ZIPCCL_CUDA
-  if (tensor.is_cuda()) return cuda_calls_possible();
+  if (tensor.is_cuda()) return cuda_calls_possible(tensor.device().index());
 #endif
   return true;
 }
@@ -722,13 +723,18 @@ void ProcessGroupZipCCL::startCoalescing() {
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::endCoalescing() {
   TORCH_CHECK(coalescing_, "zipccl: coalescing has not started");
   coalescing_ = false;
+  std::optional<c10::Device> device;
   if (cuda_coalescing_) {
     cuda_coalescing_ = false;
+    device = cuda_device_;
     if (auto work = cuda_plain_->endCoalescing()) coalesced_.push_back(std::move(work));
   }
-  for (auto& call : cuda_coalesced_) coalesced_.push_back(cuda_calls().run(std::move(call), /*asynchronous=*/true));
+  for (auto& call : cuda_coalesced_) {
+    device = call.outputs[0].device();
+    coalesced_.push_back(cuda_calls().run(std::move(call), /*asynchronous=*/true));
+  }
   cuda_coalesced_.clear();
-  return c10::make_intrusive<WorkGroup>(std::move(coalesced_));
+  return c10::make_intrusive<WorkGroup>(std::move(coalesced_), Tensors{}, device);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::coalesced(WorkPtr work) {
@@ -745,7 +751,7 @@ void ProcessGroupZipCCL::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   plain_->setTimeout(timeout);
   if (cuda_plain_) cuda_plain_->setTimeout(timeout);
-  if (cuda_exchange_) cuda_exchange_->setTimeout(timeout);
+  for (auto& backend : cuda_exchanges_) backend->setTimeout(timeout);
 }
 
 void ProcessGroupZipCCL::setGroupUid(const std::string& uid) {
@@ -760,23 +766,27 @@ void ProcessGroupZipCCL::abort() {
     if (transport_) transport_->abort();
   }
   plain_->abort();
-  Ptr<c10d::Backend> cuda_plain, cuda_exchange;
+  std::vector<Ptr<c10d::Backend>> backends;
   {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
     if (cuda_calls_) cuda_calls_->abort("the group was aborted");
-    cuda_plain = cuda_plain_;
-    cuda_exchange = cuda_exchange_;
+    if (cuda_shut_down_) return;  // NCCL's communicators are gone, which it does not see
+    backends = cuda_exchanges_;
+    if (cuda_plain_ && cuda_plain_ != plain_) backends.push_back(cuda_plain_);
   }
-  if (cuda_exchange) cuda_exchange->abort();
-  if (cuda_plain && cuda_plain != plain_) cuda_plain->abort();
+  for (auto& backend : backends) backend->abort();
 }
 
 void ProcessGroupZipCCL::shutdown() {
   waitForPendingWorks();  // peers may wait for calls that nobody here does
   worker_.refuse("the group was destroyed");
   if (cuda_calls_) cuda_calls_->abort("the group was destroyed");
-  if (cuda_exchange_) cuda_exchange_->shutdown();
+  for (auto& backend : cuda_exchanges_) backend->shutdown();
   if (cuda_plain_ && cuda_plain_ != plain_) cuda_plain_->shutdown();
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    cuda_shut_down_ = true;
+  }
   close_exchange();
   plain_->shutdown();
 }
@@ -790,12 +800,17 @@ void ProcessGroupZipCCL::waitForPendingWorks() {
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::cuda_plain() {
   TORCH_CHECK(cuda_factory_, "zipccl: the group serves no CUDA tensors, so it has no backend for them");
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_plain_) return cuda_plain_;
+  }
+  // By the callers' thread alone, and not under the mutex, as the factory takes the GIL.
+  auto backend = options_->cuda_over_gloo ? plain_ : make_cuda_backend("plain");
   std::lock_guard<std::mutex> lock(cuda_mutex_);
-  if (!cuda_plain_) cuda_plain_ = options_->cuda_over_gloo ? plain_ : make_cuda_backend("plain");
-  return cuda_plain_;
+  return cuda_plain_ = backend;
 }
 
-c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::make_cuda_backend(const char* name) {
+c10::intrusive_ptr<c10d::Backend> ProcessGroupZipCCL::make_cuda_backend(const std::string& name) {
   auto backend = cuda_factory_(store_, plain_, options_, name);
   backend->setGroupUid(c10::str(getGroupUid(), "/cuda_", name));
   backend->setGroupDesc(getGroupDesc());
@@ -817,9 +832,11 @@ CudaCalls& ProcessGroupZipCCL::cuda_calls() {
       group.staging = exchange_;
     } else {
       group.plain = [this] { return cuda_plain(); };
-      group.exchange = [this] {
+      group.exchange = [this](c10::DeviceIndex device) {
+        auto backend = make_cuda_backend(c10::str("exchange", static_cast<int>(device)));
         std::lock_guard<std::mutex> lock(cuda_mutex_);
-        return cuda_exchange_ = make_cuda_backend("exchange");
+        cuda_exchanges_.push_back(backend);
+        return backend;
       };
     }
     group.finished = [this](Collective collective, const Counters& counters, const std::string&) {
@@ -845,8 +862,6 @@ bool ProcessGroupZipCCL::supportsTensorAlloc(c10::DeviceIndex device) {
   return cuda_factory_ && cuda_plain()->supportsTensorAlloc(device);
 }
 
-bool ProcessGroupZipCCL::supportsTimeEstimation() const { return cuda_plain_ && cuda_plain_->supportsTimeEstimation(); }
-
 c10d::ErrorType ProcessGroupZipCCL::getError() {
   if (cuda_plain_ && cuda_plain_ != plain_) {
     const auto error = cuda_plain_->getError();
@@ -862,6 +877,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::hand_on_cuda(const char* coll
   if (coalescing_ && !cuda_coalescing_ && !options_->cuda_over_gloo) {
     backend->startCoalescing();
     cuda_coalescing_ = true;
+    cuda_device_ = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
   }
   auto work = call(*backend);
   return cuda_coalescing_ ? work : coalesced(work);

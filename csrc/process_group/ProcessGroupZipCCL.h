@@ -62,6 +62,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void reset_stats();
 
   bool supportsSplitting() const override { return plain_->supportsSplitting(); }
+  // NCCL needs sends and receives to come together; on Gloo it makes no difference.
+  bool supportsCoalescing() const override { return serves_cuda(); }
   Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                            const Ptr<c10d::Backend::Options>& options) override;
   void startCoalescing() override;
@@ -80,7 +82,6 @@ class ProcessGroupZipCCL final : public c10d::Backend {
     return cuda_plain()->allocateTensor(size, options);
   }
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
-  bool supportsTimeEstimation() const override;
   void abort() override;
   void shutdown() override;
   // Ends the workers of all groups, before an interpreter that exits takes away the GIL that they may need.
@@ -149,7 +150,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr hand_on_cuda(const char* collective, Call call);
   void count(Collective collective, const Counters& counters);
   CudaCalls& cuda_calls();
-  Ptr<c10d::Backend> make_cuda_backend(const char* name);
+  Ptr<c10d::Backend> make_cuda_backend(const std::string& name);
   // Runs anything on the worker; `function` may use exchange_.
   WorkPtr submit(const char* collective, c10d::OpType type, Tensors inputs, Tensors outputs,
                  std::chrono::milliseconds timeout, std::function<void(std::chrono::milliseconds)> function,
@@ -168,7 +169,9 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   const Ptr<ZipCCLOptions> options_;
   const CudaFactory cuda_factory_;
   std::mutex cuda_mutex_;  // abort() comes from any thread
-  Ptr<c10d::Backend> cuda_plain_, cuda_exchange_;
+  Ptr<c10d::Backend> cuda_plain_;
+  std::vector<Ptr<c10d::Backend>> cuda_exchanges_;  // one a device
+  bool cuda_shut_down_ = false;
   std::unique_ptr<CudaCalls> cuda_calls_;
   std::mutex transport_mutex_;  // the worker drops the transport after a failure, abort() comes from any thread
   std::unique_ptr<Transport> transport_;
@@ -179,6 +182,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   std::vector<WorkPtr> coalesced_;
   // While coalescing: whether the backend for CUDA tensors does too, and our own calls on them, for after that.
   bool cuda_coalescing_ = false;
+  std::optional<c10::Device> cuda_device_;  // of those calls
   std::vector<JobList> cuda_coalesced_;
 
   std::mutex stats_mutex_;

@@ -45,9 +45,10 @@ struct CudaGroup {
   std::string name;
   ExchangeOptions options;
   std::chrono::milliseconds timeout;
-  // Makes or finds a wrapped backend for CUDA tensors: for the callers' threads, and one more for the worker's. Null:
-  // the bytes go through processor memory and `staging`, a backend for CPU tensors.
-  std::function<c10::intrusive_ptr<c10d::Backend>()> plain, exchange;
+  // Makes or finds a wrapped backend for CUDA tensors: for the callers' threads, and one more for each device's worker.
+  // Null: the bytes go through processor memory and `staging`, a backend for CPU tensors.
+  std::function<c10::intrusive_ptr<c10d::Backend>()> plain;
+  std::function<c10::intrusive_ptr<c10d::Backend>(c10::DeviceIndex device)> exchange;
   c10::intrusive_ptr<c10d::Backend> staging;
   // Told what a call did when it is done, by a thread of its own.
   std::function<void(Collective, const Counters&, const std::string& error)> finished;
@@ -57,6 +58,6 @@ std::unique_ptr<CudaCalls> make_cuda_calls(CudaGroup group);
 
 // Whether a call can be zipped now: not while the current stream is being captured into a graph, as the capture would
 // miss what the worker does, nor where streams cannot wait for flags.
-bool cuda_calls_possible();
+bool cuda_calls_possible(c10::DeviceIndex device);
 
 }  // namespace zipccl

@@ -66,8 +66,12 @@ void WorkZipCCL::complete(const c10::intrusive_ptr<WorkZipCCL>& work, std::excep
   }).detach();
 }
 
-WorkGroup::WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
-    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {}
+WorkGroup::WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs,
+                     std::optional<c10::Device> device)
+    : c10d::Work(-1, c10d::OpType::COALESCED),
+      works_(std::move(works)),
+      outputs_(std::move(outputs)),
+      device_(device) {}
 
 bool WorkGroup::isCompleted() {
   if (c10d::Work::isCompleted()) return true;
@@ -76,12 +80,17 @@ bool WorkGroup::isCompleted() {
 
 bool WorkGroup::wait(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(waiting_);
+  if (device_) waited_ = 0;
   while (waited_ < works_.size()) {
     if (!works_[waited_]->wait(timeout)) return false;
     waited_++;
   }
-  if (!c10d::Work::isCompleted()) finish();
+  if (!device_ && !c10d::Work::isCompleted()) finish();
   return true;
+}
+
+void WorkGroup::synchronize() {
+  if (device_) wait(kNoTimeout);
 }
 
 int WorkGroup::sourceRank() const {
@@ -90,10 +99,16 @@ int WorkGroup::sourceRank() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
+  if (device_) wait(kNoTimeout);  // the current stream's order is what the future then knows
   const bool done = c10d::Work::isCompleted();
   std::lock_guard<std::mutex> lock(mutex_);
   if (future_) return future_;
   const c10::IValue value(outputs_);
+  if (device_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(value.type(), std::vector<c10::Device>{*device_});
+    future_->markCompleted(value);
+    return future_;
+  }
   future_ = c10::make_intrusive<c10::ivalue::Future>(value.type());
   if (done) {
     future_->markCompleted(value);

@@ -1,6 +1,7 @@
 // The Work of calls that run on a group's worker thread.
 #pragma once
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace zipccl {
@@ -42,10 +43,15 @@ class WorkZipCCL final : public c10d::Work {
 // any number of waits, by anyone. (Gloo's sends and receives do not end a second wait.)
 class WorkGroup final : public c10d::Work {
  public:
-  explicit WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs = {});
+  // `device`: of works in stream order, whose waits make the current stream wait and not the host: each wait counts.
+  explicit WorkGroup(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs = {},
+                     std::optional<c10::Device> device = std::nullopt);
   bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {}
+  void synchronize() override;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void blockCurrentStream() override { synchronize(); }
+#endif
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -53,6 +59,7 @@ class WorkGroup final : public c10d::Work {
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   const std::vector<at::Tensor> outputs_;
+  const std::optional<c10::Device> device_;
   std::mutex waiting_;
   size_t waited_ = 0;                               // works that are known to be done, guarded by waiting_
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when it is asked for, guarded by mutex_

@@ -529,6 +529,23 @@ cudaError_t cudaMallocAsync(void** data, size_t bytes, cudaStream_t stream) {
   return error;
 }
 
+// Pools differ in what the driver keeps, of which there is nothing here.
+cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) {
+  *pool = reinterpret_cast<cudaMemPool_t>(new char);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) {
+  delete reinterpret_cast<char*>(pool);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+
+cudaError_t cudaMallocFromPoolAsync(void** data, size_t bytes, cudaMemPool_t, cudaStream_t stream) {
+  return cudaMallocAsync(data, bytes, stream);
+}
+
 cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
   const Call call;
   if (!data) return cudaSuccess;

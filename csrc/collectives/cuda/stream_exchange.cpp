@@ -376,7 +376,10 @@ class StreamCall {
   std::shared_ptr<uint8_t> gathered_, accumulator_, sums_;
 };
 
-void StreamExchange::run(const Call& call, const Parts& parts) { StreamCall(*this, call, parts).run(); }
+void StreamExchange::run(const Call& call, const Parts& parts) {
+  runs_++;
+  StreamCall(*this, call, parts).run();
+}
 
 // ---- The rest of the call, on the worker's thread
 
@@ -390,6 +393,15 @@ StreamWorker::StreamWorker(int device, std::unique_ptr<StreamTransport> transpor
   // from the others'.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "creating a stream");
   check(cudaStreamCreateWithPriority(&setup_stream_, cudaStreamNonBlocking, greatest), "creating a stream");
+  // A pool of its own, which gives nothing back: in the device's, memory that another stream frees behind a flag could
+  // make this one wait for that flag.
+  cudaMemPoolProps properties = {};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location.type = cudaMemLocationTypeDevice;
+  properties.location.id = device;
+  check(cudaMemPoolCreate(&memory_, &properties), "creating a memory pool");
+  uint64_t keep = UINT64_MAX;
+  check(cudaMemPoolSetAttribute(memory_, cudaMemPoolAttrReleaseThreshold, &keep), "setting up a memory pool");
   // Later ones may be allocated while streams wait, which can hold up the host.
   for (int i = 0; i < kFirstTickets; i++) {
     free_.push_back(std::make_unique<Ticket>(transport_->size(), setup_stream_));
@@ -410,6 +422,7 @@ StreamWorker::~StreamWorker() {
   free_.clear();
   cudaStreamDestroy(stream_);
   cudaStreamDestroy(setup_stream_);
+  cudaMemPoolDestroy(memory_);
 }
 
 void StreamWorker::abort(const std::string& why) {
@@ -579,7 +592,8 @@ std::string StreamWorker::finish_dynamic(Ticket& ticket) {
   std::vector<std::shared_ptr<void>> allocated;
   const auto allocate = [&](uint64_t bytes) {
     void* memory = nullptr;
-    check(cudaMallocAsync(&memory, bytes, stream_), "allocating memory for the dynamic part of a message");
+    check(cudaMallocFromPoolAsync(&memory, bytes, memory_, stream_),
+          "allocating memory for the dynamic part of a message");
     allocated.emplace_back(memory, [this](void* data) { cudaFreeAsync(data, stream_); });
     return memory;
   };

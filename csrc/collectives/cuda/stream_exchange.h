@@ -90,6 +90,7 @@ class StreamWorker {
   const int device_;
   const std::unique_ptr<StreamTransport> transport_;
   cudaStream_t stream_ = nullptr;
+  cudaMemPool_t memory_ = nullptr;
   cudaStream_t setup_stream_ = nullptr;  // of new tickets
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -117,9 +118,12 @@ class StreamExchange final : public Exchange {
   int rank() const override { return transport_.rank(); }
   int size() const override { return transport_.size(); }
   void run(const Call& call, const Parts& parts) override;
+  // How often run() was called: as often is `finished`, unless it throws.
+  int runs() const { return runs_; }
 
  private:
   friend class StreamCall;
+  int runs_ = 0;
   StreamTransport& transport_;
   StreamWorker& worker_;
   StreamMemory& memory_;

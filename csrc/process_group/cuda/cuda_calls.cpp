@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <deque>
 #include <map>
 
 #include "collectives/backend_transport.h"
@@ -22,7 +23,8 @@ at::Tensor as_tensor(const void* data, uint64_t bytes, c10::DeviceIndex device) 
   return at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(bytes)}, options);
 }
 
-// Over a backend for CUDA tensors, such as ProcessGroupNCCL, by its own collectives.
+// Over a backend for CUDA tensors, such as ProcessGroupNCCL. Its all-to-all makes pairs of ranks meet also for nothing,
+// so that all ranks would have to come: sends and receives meet only whom they concern. It has to be connected before.
 class CollectiveTransport final : public StreamTransport {
  public:
   CollectiveTransport(c10::intrusive_ptr<c10d::Backend> backend, c10::DeviceIndex device)
@@ -31,13 +33,27 @@ class CollectiveTransport final : public StreamTransport {
   int size() const override { return backend_->getSize(); }
 
   void exchange(const std::vector<Range>& sends, const std::vector<Range>& receives, cudaStream_t stream) override {
+    const auto anything = [this](const std::vector<Range>& ranges) {
+      for (int peer = 0; peer < size(); peer++) {
+        if (peer != rank() && ranges[peer].bytes != 0) return true;
+      }
+      return false;
+    };
+    if (!anything(sends) && !anything(receives)) return;
     const CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream, device_));
-    Tensors inputs, outputs;
-    for (const Range& range : sends) inputs.push_back(as_tensor(range.data, range.bytes, device_));
-    for (const Range& range : receives) outputs.push_back(as_tensor(range.data, range.bytes, device_));
-    c10d::AllToAllOptions options;
-    options.asyncOp = false;
-    finish(backend_->alltoall(outputs, inputs, options));
+    backend_->startCoalescing();
+    for (int step = 1; step < size(); step++) {
+      const int to = (rank() + step) % size(), from = (rank() + size() - step) % size();
+      if (receives[from].bytes != 0) {
+        Tensors tensors{as_tensor(receives[from].data, receives[from].bytes, device_)};
+        backend_->recv(tensors, from, 0);
+      }
+      if (sends[to].bytes != 0) {
+        Tensors tensors{as_tensor(sends[to].data, sends[to].bytes, device_)};
+        backend_->send(tensors, to, 0);
+      }
+    }
+    finish(backend_->endCoalescing());
   }
 
   void all_gather(const void* input, void* output, uint64_t bytes, cudaStream_t stream) override {
@@ -126,40 +142,51 @@ class CachedMemory final : public StreamMemory {
   }
 };
 
-// What a work and the worker share of a call.
+// What a work, the caller's thread and the worker share of a call.
 struct CallState {
+  const Collective collective;
+  const uint64_t sequence;
+  explicit CallState(const JobList& call) : collective(call.collective), sequence(call.sequence) {}
+
   std::mutex mutex;
+  bool queued = false;  // all of it is
+  int runs = 0;         // of its exchanges, and
+  int finished = 0;     // how many of them are done
   bool done = false;
-  size_t open = 0;  // jobs that are not done
   std::string error;
   Counters counters;
-  JobList call;  // its tensors go when the work has been waited for, or else when the call is done
+
+  at::cuda::CUDAEvent end;  // behind all that the call queued
+  // What an asynchronous call works on. It goes when the work has been waited for, or else when the call is done, on a
+  // caller's thread: the worker must not come to the allocator's lock, or to the GIL.
+  JobList call;
 
   void release() {
     JobList released;
     std::lock_guard<std::mutex> lock(mutex);
-    released.jobs.swap(call.jobs);
-    released.inputs.swap(call.inputs);
-    released.outputs.swap(call.outputs);
-    released.value.swap(call.value);
+    std::swap(released, call);
+  }
+  bool over() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return done && end.query();
   }
 };
 
 class WorkCuda final : public c10d::Work {
  public:
-  WorkCuda(int rank, const std::string& title, std::shared_ptr<CallState> state, CUDAStream stream)
-      : c10d::Work(rank, state->call.type, title.c_str(), state->call.inputs),
+  // `stream` is the one that the call was queued on.
+  WorkCuda(int rank, const std::string& title, const JobList& call, std::shared_ptr<CallState> state, CUDAStream stream)
+      : c10d::Work(rank, call.type, title.c_str(), call.inputs),
         title_(title),
         state_(std::move(state)),
-        outputs_(state_->call.outputs),
-        sequence_(state_->call.sequence),
-        timeout_(state_->call.timeout),
-        future_(c10::make_intrusive<c10::ivalue::Future>(state_->call.value.type(),
-                                                         std::vector<c10::Device>{stream.device()})) {
-    end_.record(stream);
+        outputs_(call.outputs),
+        sequence_(call.sequence),
+        timeout_(call.timeout),
+        future_(
+            c10::make_intrusive<c10::ivalue::Future>(call.value.type(), std::vector<c10::Device>{stream.device()})) {
     {
       const CUDAStreamGuard guard(stream);
-      future_->markCompleted(state_->call.value);  // in stream order, as the future knows
+      future_->markCompleted(call.value);  // in stream order, as the future knows
     }
     // A profiler's event is about the call, as with ProcessGroupNCCL; kernels have their own.
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
@@ -167,7 +194,7 @@ class WorkCuda final : public c10d::Work {
 
   bool isCompleted() override {
     std::lock_guard<std::mutex> lock(state_->mutex);
-    return state_->done && (!state_->error.empty() || end_.query());
+    return state_->done && (!state_->error.empty() || state_->end.query());
   }
   bool isSuccess() const override {
     std::lock_guard<std::mutex> lock(state_->mutex);
@@ -188,7 +215,7 @@ class WorkCuda final : public c10d::Work {
   }
   void synchronize() override {
     check();
-    end_.block(c10::cuda::getCurrentCUDAStream(end_.device_index()));
+    state_->end.block(c10::cuda::getCurrentCUDAStream(state_->end.device_index()));
     state_->release();
   }
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -196,6 +223,7 @@ class WorkCuda final : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 #ifdef C10D_BACKEND_HAS_HOOKS
   std::chrono::milliseconds getTimeout() const override { return timeout_; }
+  void blockCurrentStream() override { synchronize(); }
 #endif
 
  private:
@@ -209,7 +237,6 @@ class WorkCuda final : public c10d::Work {
   const Tensors outputs_;
   const uint64_t sequence_;
   const std::chrono::milliseconds timeout_;
-  at::cuda::CUDAEvent end_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -228,28 +255,33 @@ class CudaCallsOnStreams final : public CudaCalls {
       ready.record(current);
       ready.block(stream);
     }
-    auto state = std::make_shared<CallState>();
-    state->call = std::move(call);
-    std::vector<Job> jobs = state->call.jobs;
-    state->open = jobs.size();
-    const CUDAStreamGuard stream_guard(stream);
-    const auto finished = [this, state](const Counters& counters, const std::string& error) {
-      finish_job(*state, counters, error);
-    };
-    StreamExchange exchange(*lane.transport, *lane.worker, memory_, group_.options, stream.stream(),
-                            state->call.timeout, finished);
-    for (size_t i = 0; i < jobs.size(); i++) {
-      try {
-        jobs[i](exchange, state->call.sequence + i);
-      } catch (const std::exception& error) {
-        const std::string text = describe(state->call.collective, state->call.sequence + i, error.what());
-        lane.worker->abort(text);
-        TORCH_CHECK_WITH(DistBackendError, false, text);
+    release_over();
+    auto state = std::make_shared<CallState>(call);
+    {
+      const CUDAStreamGuard stream_guard(stream);
+      const auto finished = [this, state](const Counters& counters, const std::string& error) {
+        finish_run(*state, counters, error);
+      };
+      StreamExchange exchange(*lane.transport, *lane.worker, memory_, group_.options, stream.stream(), call.timeout,
+                              finished);
+      for (size_t i = 0; i < call.jobs.size(); i++) {
+        try {
+          call.jobs[i](exchange, call.sequence + i);
+        } catch (const std::exception& error) {
+          const std::string text = describe(call.collective, call.sequence + i, error.what());
+          lane.worker->abort(text);
+          TORCH_CHECK_WITH(DistBackendError, false, text);
+        }
       }
+      state->end.record(stream);
+      seal(*state, exchange.runs());
     }
-    const std::string title = c10::str("zipccl:", name(state->call.collective));
-    auto work = c10::make_intrusive<WorkCuda>(group_.rank, title, state, stream);
-    if (!asynchronous) state->release();  // in the stream's order, memory may be used again at once
+    const std::string title = c10::str("zipccl:", name(call.collective));
+    auto work = c10::make_intrusive<WorkCuda>(group_.rank, title, call, state, stream);
+    if (asynchronous) {  // otherwise memory may be used again at once, in the stream's order
+      state->call = std::move(call);
+      pending_.push_back(state);
+    }
     return work;
   }
 
@@ -263,6 +295,7 @@ class CudaCallsOnStreams final : public CudaCalls {
 
   void drain() override {
     for (auto& [device, lane] : lanes_) lane.worker->drain();
+    release_over();
   }
 
  private:
@@ -280,13 +313,9 @@ class CudaCallsOnStreams final : public CudaCalls {
     std::unique_ptr<StreamTransport> callers, workers;
     if (group_.plain) {
       callers = std::make_unique<CollectiveTransport>(group_.plain(), device);
-      workers = std::make_unique<CollectiveTransport>(group_.exchange(), device);
-      // Connects the worker's communicator, for which all ranks are needed: later, only those may come that have
-      // something for each other.
-      const at::Tensor words =
-          at::zeros({callers->size() + 1}, at::TensorOptions().dtype(at::kByte).device(at::kCUDA, device));
-      auto* bytes = words.data_ptr<uint8_t>();
-      workers->all_gather(bytes, bytes + 1, 1, c10::cuda::getCurrentCUDAStream().stream());
+      workers = std::make_unique<CollectiveTransport>(group_.exchange(device), device);
+      connect(*callers, device);
+      connect(*workers, device);
     } else {
       callers = std::make_unique<StagedTransport>(group_.staging, kCallersTag, group_.timeout);
       workers = std::make_unique<StagedTransport>(group_.staging, kWorkersTag, group_.timeout);
@@ -299,24 +328,64 @@ class CudaCallsOnStreams final : public CudaCalls {
         .first->second;
   }
 
+  // Makes the communicator and its connections, for which all ranks are needed: later, only those may come that have
+  // something for each other, and a stream may stand at a flag meanwhile.
+  static void connect(StreamTransport& transport, c10::DeviceIndex device) {
+    const int size = transport.size();
+    const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA, device);
+    const at::Tensor mine = at::zeros({size}, options), theirs = at::zeros({size}, options);
+    const auto stream = c10::cuda::getCurrentCUDAStream(device);
+    transport.all_gather(mine.data_ptr(), theirs.data_ptr(), 1, stream.stream());
+    std::vector<Range> sends, receives;
+    for (int peer = 0; peer < size; peer++) {
+      sends.push_back({mine.data_ptr<uint8_t>() + peer, 1});
+      receives.push_back({theirs.data_ptr<uint8_t>() + peer, 1});
+    }
+    transport.exchange(sends, receives, stream.stream());
+    stream.synchronize();
+  }
+
   std::string describe(Collective collective, uint64_t sequence, const std::string& what) const {
     return c10::str("zipccl ", name(collective), " (call ", sequence, " of group '", group_.name, "', rank ",
                     group_.rank, "): ", what);
   }
 
-  // By the worker's thread.
-  void finish_job(CallState& state, const Counters& counters, const std::string& error) {
+  // By the worker's thread, after each exchange of the call.
+  void finish_run(CallState& state, const Counters& counters, const std::string& error) {
     {
       std::lock_guard<std::mutex> lock(state.mutex);
+      state.finished++;
       state.counters += counters;
-      if (!error.empty() && state.error.empty()) {
-        state.error = describe(state.call.collective, state.call.sequence, error);
-      }
-      if (--state.open != 0) return;
+      if (!error.empty() && state.error.empty()) state.error = describe(state.collective, state.sequence, error);
+    }
+    complete(state);
+  }
+
+  // When all is queued.
+  void seal(CallState& state, int runs) {
+    {
+      std::lock_guard<std::mutex> lock(state.mutex);
+      state.queued = true;
+      state.runs = runs;
+    }
+    complete(state);
+  }
+
+  void complete(CallState& state) {
+    {
+      std::lock_guard<std::mutex> lock(state.mutex);
+      if (state.done || !state.queued || state.finished < state.runs) return;
       state.done = true;
     }
-    group_.finished(state.call.collective, state.counters, state.error);
-    state.release();
+    group_.finished(state.collective, state.counters, state.error);
+  }
+
+  // On the callers' thread.
+  void release_over() {
+    while (!pending_.empty() && pending_.front()->over()) {
+      pending_.front()->release();
+      pending_.pop_front();
+    }
   }
 
   // Beside those of the exchange on processor memory, which uses the same backend.
@@ -324,7 +393,8 @@ class CudaCallsOnStreams final : public CudaCalls {
 
   const CudaGroup group_;
   CachedMemory memory_;
-  std::mutex mutex_;  // the callers' thread adds lanes, abort() comes from any thread
+  std::mutex mutex_;                                // the callers' thread adds lanes, abort() comes from any thread
+  std::deque<std::shared_ptr<CallState>> pending_;  // asynchronous calls, in their order
   std::map<c10::DeviceIndex, Lane> lanes_;
 };
 
@@ -334,7 +404,8 @@ std::unique_ptr<CudaCalls> make_cuda_calls(CudaGroup group) {
   return std::make_unique<CudaCallsOnStreams>(std::move(group));
 }
 
-bool cuda_calls_possible() {
+bool cuda_calls_possible(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
   return at::cuda::currentStreamCaptureStatusMayInitCtx() == at::cuda::CaptureStatus::None && streams_can_wait();
 }
 
