@@ -160,7 +160,7 @@ def library() -> ctypes.CDLL:
 def cuda_library() -> ctypes.CDLL:
     flags = ["-I", str(CODEC.parent), "-I", str(simt.FOLDER), "-isystem", str(simt.cuda_include())]
     flags += ["-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror"]
-    # The process may have the real runtime too, as PyTorch's builds with CUDA bring it: each must find its own functions.
+    # The process may have the real runtime too, which PyTorch brings: each must find its own functions.
     link = ["-shared", "-Wl,-Bsymbolic"]
     return load(build("cuda", [HERE / "cuda_api.cpp", *simt.ENGINE], [*flags, "-Wno-unknown-pragmas"], link))
 
