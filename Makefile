@@ -32,7 +32,8 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench gpu test-gpu bench-gpu sass build build-own env clean FORCE
+.PHONY: help demo test test-fast test-old lint format bench bench-net gpu test-gpu bench-gpu sass build build-own env \
+	clean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +72,9 @@ format: $(ENV)/.tools  ## rewrite the sources in the style that lint checks
 
 bench: build  ## the codec against memcpy and other compressors
 	$(ENV)/bin/python benchmarks/codec.py
+
+bench-net: build  ## the collectives against Gloo on links of several rates, in half an hour (needs root and iproute2)
+	$(ENV)/bin/python benchmarks/collectives.py
 
 GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
 GPU_BUILD = $(if $(OWN),build-own,build)

@@ -1,0 +1,449 @@
+"""The collectives over Gloo, and over zipccl uncoded, coded and as it decides, on links of different rates.
+
+    python benchmarks/collectives.py [--quick] [--worlds 2x1 4x1 1x2] [--links 1gbit 10gbit unlimited] [--sizes 16M]
+                                     [--collectives all-gather] [--seconds 2] [--json FILE] [--plot FILE]
+
+Needs root and the package iproute2, for the virtual hosts of benchmarks/network. A world is hosts x ranks on each; with
+one host there are no links, and the ranks use loopback. Sizes are of a part: what one rank has for one other in a call.
+An all-gather sends a part to each, the input of an all-to-all or a reduce-scatter has one for each, and so has the
+tensor of an all-reduce.
+
+All ways take turns in the same processes, and a round is as long as its slowest rank; the figures are medians. Before
+anything is timed, results are compared: zipccl's bit by bit, Gloo's sums with a tolerance, as it rounds in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from network import Network, Rates, exit_on_signals, missing, parse_rate, rate_name
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import zipccl
+
+# Also in a file, where a table would be cut at 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+SIGMA = 0.02
+PERIOD = 4_194_301  # values that are drawn; a prime, so that no two segments or ranks have the same
+SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"]
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+WAYS = ("gloo", "raw", "zip", "auto")
+LEAST_SECONDS = 2e-3  # of what is timed at once; short calls are repeated
+LEAST_ROUNDS, MOST_ROUNDS = 5, 51
+
+
+class Collective(NamedTuple):
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def stats(self) -> str:
+        """Its name in zipccl.stats()."""
+        return self.name.split()[0].replace("-", "_")
+
+
+COLLECTIVES = [
+    Collective("all-gather bf16", torch.bfloat16),
+    Collective("all-to-all bf16", torch.bfloat16),
+    Collective("reduce-scatter bf16", torch.bfloat16),
+    Collective("reduce-scatter fp32 of bf16", torch.float32),
+    Collective("all-reduce bf16", torch.bfloat16),
+]
+
+
+@dataclass
+class Result:
+    """One collective and size, in seconds a call and bytes that a rank sends in one."""
+
+    collective: str
+    part_bytes: int
+    rounds: int = 0
+    repeats: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    quartiles: dict[str, tuple[float, float]] = field(default_factory=dict)
+    raw_bytes: int = 0
+    wire_bytes: dict[str, float] = field(default_factory=dict)  # of the ways that used zipccl's exchange
+
+    def spreads(self, way: str) -> bool:
+        """Whether a quarter of the rounds or more took much longer than another: the median says less then."""
+        lower, upper = self.quartiles[way]
+        return upper > 1.25 * lower
+
+
+@dataclass
+class Setting:
+    """A world on links of one rate."""
+
+    hosts: int
+    ranks_per_host: int
+    rate: int | None
+    received: tuple[float, ...]  # what TCP got, in Mbit/s
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def link(self) -> str:
+        return rate_name(self.rate) if self.hosts > 1 else "loopback"
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks_per_host} rank{'s' * (self.ranks_per_host > 1)}"
+        return f"{self.hosts} host{'s' * (self.hosts > 1)} x {ranks}, {self.link}"
+
+    def share(self, result: Result, way: str) -> float | None:
+        """The rate of a host's bytes to other hosts, as a share of what TCP got from its link."""
+        sent = result.raw_bytes if way == "gloo" else result.wire_bytes.get(way)
+        # Where hosts have several ranks, Gloo's rings send less over the links than a direct exchange.
+        if self.hosts == 1 or not sent or (way == "gloo" and self.ranks_per_host > 1):
+            return None
+        to_others = (self.world_size - self.ranks_per_host) / (self.world_size - 1)
+        return sent * to_others * self.ranks_per_host * 8 / result.seconds[way] / 1e6 / min(self.received)
+
+
+# ---- On each rank
+
+
+def values(elements: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Gaussian bf16 values that differ by rank and position."""
+    drawn = (torch.randn(PERIOD, generator=torch.Generator().manual_seed(0)) * SIGMA).bfloat16()
+    return drawn.roll(-rank * 1_000_003).repeat(-(-elements // PERIOD))[:elements].to(dtype)
+
+
+class Case:
+    """A collective of parts of so many bytes: its tensors, how it is called, and what must come out."""
+
+    def __init__(self, collective: Collective, part_bytes: int):
+        self.collective = collective
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.part = part_bytes // collective.dtype.itemsize
+        self.kind = collective.stats
+        self.input = values(self.part * (1 if self.kind == "all_gather" else self.world_size), self.rank, self.dtype)
+        parts_out = 1 if self.kind == "reduce_scatter" else self.world_size
+        self.output = torch.zeros(self.part * parts_out, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.collective.dtype
+
+    def call(self, group: dist.ProcessGroup) -> None:
+        if self.kind == "all_gather":
+            dist.all_gather_into_tensor(self.output, self.input, group=group)
+        elif self.kind == "all_to_all":
+            dist.all_to_all_single(self.output, self.input, group=group)
+        elif self.kind == "reduce_scatter":
+            dist.reduce_scatter_tensor(self.output, self.input, group=group)
+        else:  # in place: its time does not depend on the values
+            dist.all_reduce(self.output, group=group)
+
+    def _of_all(self) -> Iterator[Tensor]:
+        """What each rank has for this one; of an all-reduce, for all."""
+        for rank in range(self.world_size):
+            if self.kind == "all_gather":
+                yield values(self.part, rank, self.dtype)
+            else:
+                theirs = values(self.part * self.world_size, rank, self.dtype)
+                yield theirs if self.kind == "all_reduce" else theirs.split(self.part)[self.rank]
+
+    def expected(self) -> Tensor:
+        if self.kind in ("all_gather", "all_to_all"):
+            return torch.cat(list(self._of_all()))
+        total = torch.zeros_like(next(self._of_all()), dtype=torch.float32)
+        for theirs in self._of_all():
+            total += theirs.float()
+        return total.to(self.dtype)
+
+    def check(self, groups: dict[str, dist.ProcessGroup]) -> None:
+        expected = self.expected()
+        for way, group in groups.items():
+            if self.kind == "all_reduce":
+                self.output.copy_(self.input)
+            else:
+                self.output.fill_(-1)
+            if way != "gloo":
+                zipccl.reset_stats(group)
+            self.call(group)
+            # What zipccl hands on is Gloo's as well.
+            if "reduce" in self.kind and (way == "gloo" or zipccl.stats(group)[self.kind]["native"]):
+                slack = self.world_size * 2.0**-8 * expected.abs().max().item()
+                same = (self.output.float() - expected.float()).abs().max().item() <= slack
+            else:
+                same = torch.equal(self.output.view(torch.uint8), expected.view(torch.uint8))
+            if not same:
+                raise AssertionError(f"rank {self.rank}: {self.collective.name} over {way} has a wrong result")
+
+
+def timed(case: Case, group: dist.ProcessGroup, repeats: int, together: dist.ProcessGroup) -> float:
+    """Seconds a call."""
+    dist.barrier(together)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        case.call(group)
+    return (time.perf_counter() - begin) / repeats
+
+
+def of_slowest(seconds: list[list[float]], group: dist.ProcessGroup) -> list[list[float]]:
+    table = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return table.tolist()
+
+
+def measure(case: Case, groups: dict[str, dist.ProcessGroup], seconds: float) -> Result:
+    gloo = groups["gloo"]
+    result = Result(case.collective.name, case.part * case.dtype.itemsize)
+    case.check(groups)
+
+    # All ranks know the same times, so that they agree on how often to call. The first calls may be slow.
+    tries = [[timed(case, group, 1, gloo) for _ in range(3)] for group in groups.values()]
+    estimates = [min(column) for column in of_slowest(tries, gloo)]
+    result.repeats = max(1, min(100, math.ceil(LEAST_SECONDS / max(estimates))))
+    result.rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / (result.repeats * sum(estimates)))))
+
+    ours = [way for way in groups if way != "gloo"]
+    for way in ours:
+        zipccl.reset_stats(groups[way])
+    times: dict[str, list[float]] = {way: [] for way in groups}
+    order = list(groups)
+    for _ in range(result.rounds):
+        for way in order:
+            times[way].append(timed(case, groups[way], result.repeats, gloo))
+        order = order[1:] + order[:1]
+    for way, column in zip(times, of_slowest(list(times.values()), gloo), strict=True):
+        result.seconds[way] = statistics.median(column)
+        lower, _, upper = statistics.quantiles(column, n=4)
+        result.quartiles[way] = (lower, upper)
+    result.raw_bytes = (case.world_size - 1) * result.part_bytes * (2 if case.kind == "all_reduce" else 1)
+    for way in ours:
+        counted = zipccl.stats(groups[way])[case.kind]
+        if counted["native"] == 0:
+            result.wire_bytes[way] = counted["wire_bytes"] / counted["calls"]
+    return result
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What a rank does. Rank 0 writes one line of JSON for each result."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # the names that older versions of torch know, too
+    dist.init_process_group("gloo")
+    # The message size from which "auto" compresses is its own; the others show what is below it.
+    options = {
+        "raw": zipccl.Options(mode="raw", min_bytes=0),
+        "zip": zipccl.Options(mode="zip", min_bytes=0),
+        "auto": zipccl.Options(mode="auto"),
+    }
+    groups: dict[str, Any] = {"gloo": dist.new_group(backend="gloo")}
+    groups |= {way: dist.new_group(backend="zipccl", pg_options=options[way]) for way in options}
+    with open(arguments.worker if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as file:
+        for collective in arguments.collectives:
+            for size in arguments.sizes:
+                result = measure(Case(collective, size), groups, arguments.seconds)
+                file.write(json.dumps(asdict(result)) + "\n")
+                if dist.get_rank() == 0:
+                    took = ", ".join(f"{way} {milliseconds(value)}" for way, value in result.seconds.items())
+                    print(f"  {collective.name}, {size_name(size)}: {took} ms", flush=True)
+    dist.destroy_process_group()
+
+
+# ---- The settings
+
+
+def run(hosts: int, ranks_per_host: int, rate: int | None, arguments: argparse.Namespace) -> Setting:
+    with Network(hosts, rate) as network, tempfile.TemporaryDirectory() as folder:
+        rates: Rates = network.measure(arguments.seconds / 2)
+        setting = Setting(hosts, ranks_per_host, rate, rates.received)
+        console.print(f"{setting}: {rates}" + ("" if rates.as_asked else " [yellow](not what was asked for)"))
+        results = Path(folder) / "results"
+        command = [sys.executable, __file__, "--worker", str(results), "--seconds", str(arguments.seconds)]
+        command += ["--sizes", *map(str, arguments.sizes)]
+        command += ["--collectives", *(collective.name for collective in arguments.collectives)]
+        network.run(command, ranks_per_host)
+        setting.results = [Result(**json.loads(line)) for line in results.read_text().splitlines()]
+    return setting
+
+
+# ---- Report
+
+
+def size_name(size: int) -> str:
+    return f"{size / (1 << 20):g} MiB" if size >= 1 << 20 else f"{size / (1 << 10):g} KiB"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.{0 if seconds >= 1 else 1 if seconds >= 0.01 else 3}f}"
+
+
+def result_table(setting: Setting) -> Table:
+    tcp = f"TCP {min(setting.received):.0f} Mbit/s"
+    table = Table(title=f"{setting} ({tcp})", title_justify="left")
+    table.add_column("collective")
+    times = [f"{way}\nms" for way in WAYS]
+    speeds = ["raw /\ngloo", "zip /\ngloo", "auto /\ngloo", "zip /\nraw", "bound"]
+    for column in ("part", *times, *speeds, "wire /\nraw", "of TCP\ngloo", "\nraw", "\nzip"):
+        table.add_column(column, justify="right")
+    for index, result in enumerate(setting.results):
+        seconds, wire = result.seconds, result.wire_bytes.get("zip")
+
+        faster = (
+            f"{seconds[than] / seconds[way]:.2f}"
+            for way, than in (("raw", "gloo"), ("zip", "gloo"), ("auto", "gloo"), ("zip", "raw"))
+        )
+        shares = (setting.share(result, way) for way in ("gloo", "raw", "zip"))
+        table.add_row(
+            result.collective if index == 0 or setting.results[index - 1].collective != result.collective else "",
+            size_name(result.part_bytes),
+            *(("~" if result.spreads(way) else "") + milliseconds(seconds[way]) for way in WAYS),
+            *faster,
+            f"{result.raw_bytes / wire:.2f}" if wire else "",
+            f"{wire / result.raw_bytes:.3f}" if wire else "",
+            *(f"{share:.0%}" if share is not None else "" for share in shares),
+            end_section=index + 1 < len(setting.results) and setting.results[index + 1].collective != result.collective,
+        )
+    return table
+
+
+NOTES = """\
+part: what one rank has for one other. ~: the middle half of the rounds differs by more than a quarter. raw / gloo: how
+many times as fast as Gloo. bound: what zip could gain over raw if the link alone took time. wire / raw: bytes that zip
+sends. of TCP: bytes over time, as a share of what TCP gets from the link; for gloo, bytes that its result needs."""
+
+
+def plot(path: Path, settings: list[Setting]) -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(result.collective for setting in settings for result in setting.results))
+    size = (3.6 * len(names), 2.7 * len(settings))
+    figure, axes = plt.subplots(
+        len(settings), len(names), figsize=size, sharex=True, squeeze=False, constrained_layout=True
+    )
+    for row, setting in zip(axes, settings, strict=True):
+        for axis, name in zip(row, names, strict=True):
+            results = [result for result in setting.results if result.collective == name]
+            sizes = [result.part_bytes for result in results]
+            for way in WAYS[1:]:
+                faster = [result.seconds["gloo"] / result.seconds[way] for result in results]
+                axis.plot(sizes, faster, ".-", label=way)
+            axis.axhline(1, color="gray", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{name}\n{setting}", fontsize=8)
+            axis.set_ylim(bottom=0)
+        row[0].set_ylabel("times as fast as Gloo")
+    for axis, name in zip(axes[-1], names, strict=True):
+        sizes = sorted({result.part_bytes for s in settings for result in s.results if result.collective == name})
+        axis.set_xticks(sizes, [size_name(part) for part in sizes], rotation=60, fontsize=7)
+    axes[0][0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def parse_size(text: str) -> int:
+    try:
+        size = int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
+    except (ValueError, IndexError):
+        size = 0
+    if size < 4 or size % 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: expected one like 4096, 64K or 16M")
+    return size
+
+
+def parse_world(text: str) -> tuple[int, int]:
+    try:
+        hosts, ranks = map(int, text.split("x"))
+    except ValueError:
+        hosts = ranks = 0
+    if hosts < 1 or ranks < 1 or hosts * ranks < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no world: expected hosts x ranks on each, like 2x1")
+    return hosts, ranks
+
+
+def parse_link(text: str) -> int | None:
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=parse_world, nargs="+", metavar="HxR", help="default: 2x1 4x1 1x2")
+    parser.add_argument("--links", type=parse_link, nargs="+", metavar="RATE", help="default: 1gbit 10gbit unlimited")
+    parser.add_argument("--sizes", type=parse_size, nargs="+", metavar="SIZE", help=f"default: {' '.join(SIZES)}")
+    parser.add_argument(
+        "--collectives", nargs="+", metavar="NAME", help=", ".join(repr(collective.name) for collective in COLLECTIVES)
+    )
+    parser.add_argument("--seconds", type=float, help="for one collective and size, or five rounds (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="few links, sizes and rounds: a look, not a measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", default=Path("results/collectives.png"), help="default: %(default)s"
+    )
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    arguments.worlds = arguments.worlds or ([(2, 1)] if quick else [(2, 1), (4, 1), (1, 2)])
+    arguments.links = arguments.links or [10**9] + ([] if quick else [10**10, None])
+    arguments.sizes = arguments.sizes or list(map(parse_size, ["16K", "1M", "4M"] if quick else SIZES))
+    arguments.seconds = arguments.seconds or (0.5 if quick else 2.0)
+    if arguments.collectives:
+        arguments.collectives = [
+            collective
+            for collective in COLLECTIVES
+            if any(collective.name.startswith(name) for name in arguments.collectives)
+        ]
+        if not arguments.collectives:
+            parser.error("no collective has such a name")
+    else:
+        arguments.collectives = COLLECTIVES
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.worker:
+        work(arguments)
+        return 0
+    reason = missing()
+    if reason is not None:
+        print(f"Nothing to measure: {reason}.")
+        return 2
+    exit_on_signals()
+    settings: list[Setting] = []
+    for hosts, ranks_per_host in arguments.worlds:
+        for rate in arguments.links if hosts > 1 else [None]:
+            settings.append(run(hosts, ranks_per_host, rate, arguments))
+    for setting in settings:
+        console.print(result_table(setting))
+    console.print(NOTES)
+    if plot(arguments.plot, settings):
+        console.print(f"plot: {arguments.plot}")
+    if arguments.json:
+        figures: dict[str, Any] = {"processors": os.cpu_count(), "settings": [asdict(setting) for setting in settings]}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        console.print(f"figures: {arguments.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
