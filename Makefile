@@ -32,7 +32,7 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench bench-net gpu test-gpu bench-gpu sass build build-own env \
+.PHONY: help demo test test-fast test-old lint format bench bench-net bench-train gpu test-gpu bench-gpu sass build build-own env \
 	clean FORCE
 
 help:  ## this list
@@ -75,6 +75,9 @@ bench: build  ## the codec against memcpy and other compressors
 
 bench-net: build  ## the collectives against Gloo on links of several rates, in half an hour (needs root and iproute2)
 	$(ENV)/bin/python benchmarks/collectives.py
+
+bench-train: build  ## training steps over Gloo and over zipccl on a link of 1 Gbit/s, in three minutes (as bench-net)
+	$(ENV)/bin/python benchmarks/train.py
 
 GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
 GPU_BUILD = $(if $(OWN),build-own,build)

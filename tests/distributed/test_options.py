@@ -227,16 +227,13 @@ def other_version(rank: int, world_size: int, store: dist.Store) -> str:
     if rank == 1:  # says what a rank with a later build would
 
         class Later:
-            Options = backend._C.Options
+            def __init__(self, store: dist.Store, *_: object) -> None:
+                store.set("zipccl/options/1", "wire format 99, and options of later")
+                assert "wire format 1," in store.get("zipccl/options/0").decode()
+                store.add("zipccl/options/seen", 1)
+                raise RuntimeError("wire format 1 is not 99")
 
-            class ProcessGroupZipCCL:
-                def __init__(self, store: dist.Store, *_: object) -> None:
-                    store.set("zipccl/options/1", "wire format 99, and options of later")
-                    assert "wire format 1," in store.get("zipccl/options/0").decode()
-                    store.add("zipccl/options/seen", 1)
-                    raise RuntimeError("wire format 1 is not 99")
-
-        backend._C = Later  # type: ignore[assignment]
+        backend._C.ProcessGroupZipCCL = Later  # type: ignore[misc]
     return disagree(rank, world_size, store, [{}, {}])
 
 
