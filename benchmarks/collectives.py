@@ -237,19 +237,25 @@ def measure(case: Case, groups: dict[str, dist.ProcessGroup], seconds: float) ->
     return result
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """What a rank does. Rank 0 writes one line of JSON for each result."""
+def groups_of(options: dict[str, zipccl.Options]) -> dict[str, Any]:
+    """Begins this rank; a group over Gloo, and one over zipccl for each of the ways in `options`."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # the names that older versions of torch know, too
     dist.init_process_group("gloo")
-    # The message size from which "auto" compresses is its own; the others show what is below it.
-    options = {
-        "raw": zipccl.Options(mode="raw", min_bytes=0),
-        "zip": zipccl.Options(mode="zip", min_bytes=0),
-        "auto": zipccl.Options(mode="auto"),
-    }
     groups: dict[str, Any] = {"gloo": dist.new_group(backend="gloo")}
-    groups |= {way: dist.new_group(backend="zipccl", pg_options=options[way]) for way in options}
+    return groups | {way: dist.new_group(backend="zipccl", pg_options=options[way]) for way in options}
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What a rank does. Rank 0 writes one line of JSON for each result."""
+    # The message size from which "auto" compresses is its own; the others show what is below it.
+    groups = groups_of(
+        {
+            "raw": zipccl.Options(mode="raw", min_bytes=0),
+            "zip": zipccl.Options(mode="zip", min_bytes=0),
+            "auto": zipccl.Options(mode="auto"),
+        }
+    )
     with open(arguments.worker if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as file:
         for collective in arguments.collectives:
             for size in arguments.sizes:
@@ -419,16 +425,23 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def can_measure() -> bool:
+    """Whether there can be virtual hosts, or else says why not. From now on a signal takes them down."""
+    reason = missing()
+    if reason is not None:
+        print(f"Nothing to measure: {reason}.")
+        return False
+    exit_on_signals()
+    return True
+
+
 def main() -> int:
     arguments = parse()
     if arguments.worker:
         work(arguments)
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"Nothing to measure: {reason}.")
+    if not can_measure():
         return 2
-    exit_on_signals()
     settings: list[Setting] = []
     for hosts, ranks_per_host in arguments.worlds:
         for rate in arguments.links if hosts > 1 else [None]:

@@ -21,17 +21,15 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from network import Network, exit_on_signals, missing, parse_rate, rate_name
-from rich.console import Console
+from collectives import can_measure, console, groups_of, of_slowest
+from network import Network, parse_rate, rate_name
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +38,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zipccl
 
-console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 VOCABULARY = 2048
 WARM_UP = 2  # steps; DDP builds its buckets in the first
 WAYS = ("gloo", "raw", "zip")
@@ -131,11 +128,12 @@ def train(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.N
             dist.barrier(groups["gloo"])
             begin = time.perf_counter()
             loss = trainings[way].step(index)
-            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX, group=groups["gloo"])
-            results[way].seconds.append(took.item())
+            results[way].seconds.append(time.perf_counter() - begin)
             results[way].losses.append(loss)
         order = order[1:] + order[:1]
+    slowest = of_slowest([result.seconds for result in results.values()], groups["gloo"])
+    for result, seconds in zip(results.values(), slowest, strict=True):
+        result.seconds = seconds
     for way in groups.keys() - {"gloo"}:
         for collective, counted in zipccl.stats(groups[way]).items():
             if isinstance(counted, dict) and counted.get("raw_bytes"):
@@ -147,12 +145,7 @@ def train(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.N
 
 def work(arguments: argparse.Namespace) -> None:
     """What a rank does. Rank 0 writes the results as JSON."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # the names that older versions of torch know, too
-    dist.init_process_group("gloo")
-    groups: dict[str, Any] = {"gloo": dist.new_group(backend="gloo")}
-    for way in WAYS[1:]:
-        groups[way] = dist.new_group(backend="zipccl", pg_options=zipccl.Options(mode=way))
+    groups = groups_of({way: zipccl.Options(mode=way) for way in WAYS[1:]})
     found = {}
     for name in TRAININGS:
         results = train(name, groups, arguments)
@@ -216,11 +209,8 @@ def main() -> int:
     if arguments.worker:
         work(arguments)
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"Nothing to measure: {reason}.")
+    if not can_measure():
         return 2
-    exit_on_signals()
     with Network(arguments.hosts, arguments.link) as network, tempfile.TemporaryDirectory() as folder:
         rates = network.measure(1.0)
         console.print(f"{arguments.hosts} hosts, {rate_name(arguments.link)}: {rates}")

@@ -1,6 +1,5 @@
 """The test network: its links give what was asked, collectives run over it, and however it ends, nothing is left."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -9,25 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from programs import BENCHMARKS, load
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "benchmarks" / "network"
 
-
-def load() -> ModuleType:
-    # Not by a path to benchmarks/, whose other names tests have too.
-    spec = importlib.util.spec_from_file_location("zipccl_network", FOLDER / "__init__.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-networks = load()
+networks = load("network/__init__.py")
 Network, links = networks.Network, networks.links
 
 _missing = networks.missing()
@@ -162,7 +149,7 @@ else:
         return [float(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     with Network(hosts=2, rate="50mbit") as network:
-        program = network.start([sys.executable, "-c", receive, str(file), str(FOLDER)])
+        program = network.start([sys.executable, "-c", receive, str(file), str(BENCHMARKS / "network")])
         for rate in (50, 200, 20):
             network.set_rate(f"{rate}mbit")
             seen = len(received())
@@ -272,7 +259,7 @@ def test_the_exit_code_is_the_programs():
 )
 def test_benchmarks(program, arguments, tmp_path):
     """That they run; both compare what the ways compute."""
-    command = [sys.executable, str(FOLDER.parent / f"{program}.py"), *arguments, "--json", str(tmp_path / "figures")]
+    command = [sys.executable, str(BENCHMARKS / f"{program}.py"), *arguments, "--json", str(tmp_path / "figures")]
     if program == "collectives":
         command += ["--plot", str(tmp_path / "plot.png")]
     subprocess.run(command, check=True, timeout=90, stdout=subprocess.DEVNULL)

@@ -1,25 +1,9 @@
 """The cost of the CUDA kernels in machine instructions, and that benchmarks/sass.py would notice if it rose."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+from programs import load
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "zipccl_sass", Path(__file__).resolve().parents[1] / "benchmarks" / "sass.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-sass = load()
+sass = load("sass.py")
 
 needs_nvcc = pytest.mark.skipif(
     sass.nvcc() is None, reason="nvcc is not installed: the CUDA kernels cannot be compiled"

@@ -123,12 +123,15 @@ ZIPCCL_HOST_DEVICE constexpr uint64_t plain_bytes(uint64_t elements, DType dtype
 }
 
 // Bytes of the dynamic part: the pool beyond `inline_bytes`, then, on a 128-byte boundary, the low halves.
+ZIPCCL_HOST_DEVICE constexpr uint64_t beyond_inline(uint64_t pool_bytes, uint64_t inline_bytes) {
+  return pool_bytes > inline_bytes ? pool_bytes - inline_bytes : 0;
+}
 ZIPCCL_HOST_DEVICE constexpr uint64_t dynamic_low_offset(uint64_t pool_bytes, uint64_t inline_bytes) {
-  return pool_bytes > inline_bytes ? round_up(pool_bytes - inline_bytes, kAlignment) : 0;
+  return round_up(beyond_inline(pool_bytes, inline_bytes), kAlignment);
 }
 ZIPCCL_HOST_DEVICE constexpr uint64_t dynamic_bytes(uint64_t pool_bytes, uint64_t inline_bytes, uint64_t low_bytes) {
   if (low_bytes != 0) return dynamic_low_offset(pool_bytes, inline_bytes) + low_bytes;
-  return pool_bytes > inline_bytes ? pool_bytes - inline_bytes : 0;
+  return beyond_inline(pool_bytes, inline_bytes);
 }
 
 // Upper bounds, for allocation: no chunk's escapes exceed what its raw mode puts into the pool.

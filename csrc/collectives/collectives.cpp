@@ -46,7 +46,7 @@ void all_reduce(Exchange& exchange, const Call& call, void* values, uint64_t ele
   for (int r = 0; r < exchange.size(); r++) {
     const uint64_t begin = std::min(r * share, elements);
     shares.push_back(std::min(share, elements - begin));
-    outputs.push_back(static_cast<uint8_t*>(values) + begin * element_bytes(call.dtype));
+    outputs.push_back(at_offset(values, begin, call.dtype));
     inputs.push_back({outputs.back(), shares.back()});
   }
   Call phase = call;

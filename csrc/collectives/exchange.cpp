@@ -16,6 +16,12 @@ const char* name(Collective collective) {
   return "unknown collective";
 }
 
+std::string failure_text(Collective collective, uint64_t sequence, const std::string& group, int rank,
+                         const std::string& what) {
+  return std::string("zipccl ") + name(collective) + " (call " + std::to_string(sequence) + " of group '" + group +
+         "', rank " + std::to_string(rank) + "): " + what;
+}
+
 Counters& Counters::operator+=(const Counters& other) {
   raw_bytes += other.raw_bytes;
   wire_bytes += other.wire_bytes;

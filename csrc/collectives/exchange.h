@@ -19,6 +19,9 @@ namespace zipccl {
 
 enum class Collective : uint8_t { kAllGather = 0, kReduceScatter = 1, kAllToAll = 2, kAllReduce = 3 };
 const char* name(Collective collective);
+// What an error of call `sequence` of a group says.
+std::string failure_text(Collective collective, uint64_t sequence, const std::string& group, int rank,
+                         const std::string& what);
 
 // What must be the same on all ranks of a group: part of the agreement at its start.
 struct ExchangeOptions {
@@ -67,6 +70,14 @@ struct Part {
   const void* data = nullptr;
   uint64_t elements = 0;
 };
+
+// Element `elements` of `data`; null stays null.
+inline uint8_t* at_offset(void* data, uint64_t elements, DType dtype) {
+  return data == nullptr ? nullptr : static_cast<uint8_t*>(data) + elements * element_bytes(dtype);
+}
+inline const uint8_t* at_offset(const void* data, uint64_t elements, DType dtype) {
+  return at_offset(const_cast<void*>(data), elements, dtype);
+}
 
 // How contributions become a result: each is multiplied by its own rank's `scale`, accumulated in fp32 in rank order by
 // `reduction` (kSum, kMin or kMax), divided by `divisor` and rounded once to the dtype.

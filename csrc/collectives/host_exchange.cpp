@@ -58,13 +58,6 @@ class Stopwatch {
   Clock::time_point start_;
 };
 
-uint8_t* at_offset(void* data, uint64_t elements, DType dtype) {
-  return static_cast<uint8_t*>(data) + elements * element_bytes(dtype);
-}
-const uint8_t* at_offset(const void* data, uint64_t elements, DType dtype) {
-  return static_cast<const uint8_t*>(data) + elements * element_bytes(dtype);
-}
-
 }  // namespace
 
 class HostCall {
@@ -202,7 +195,7 @@ class HostCall {
       encoding.static_size = segments_.static_size(part.elements, encoding.elements);
       encoding.statics = exchange_.workspace_.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
       encoding.dynamic = exchange_.workspace_.get(Workspace::kSendDynamic, peer, slot, dynamic);
-      const auto* data = static_cast<const uint8_t*>(part.data) + k * segments_.elements() * element_bytes(call_.dtype);
+      const uint8_t* data = at_offset(part.data, k * segments_.elements(), call_.dtype);
       encoding.encoded =
           encode(data, encoding.elements, call_.dtype, options, pool, encoding.statics, encoding.dynamic);
     }

@@ -193,7 +193,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       list.size());
   }
   std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
-  bool native = same_dtype(inputs), wanted = false;
+  bool native = same_dtype(inputs), wanted = false, possible = true;
   for (size_t i = 0; i < inputs.size(); i++) {
     for (const auto& list : outputs) of_input[i].push_back(list[i]);
     check_device(kName, {inputs[i]});
@@ -202,10 +202,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
     TORCH_CHECK_VALUE(of_input[i][rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
                       " of this rank has ", of_input[i][rank_].numel(), " elements, the input ", inputs[i].numel());
     wanted = wanted || exchanges(inputs[i], largest(of_input[i]));
+    possible = possible && exchangeable(inputs[i]);
     native = native && !wanted && same_sizes(of_input[i]) && gloo_knows(inputs[i].scalar_type());
   }
-  if (!inputs.empty() && inputs[0].is_cuda() &&
-      !(wanted && std::all_of(inputs.begin(), inputs.end(), [&](const auto& input) { return exchangeable(input); }))) {
+  if (on_cuda(inputs) && !(wanted && possible)) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
   }
   if (native) {
@@ -225,7 +225,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   constexpr auto kName = "all_gather";
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
-  bool native = same_dtype(inputs), wanted = false;  // Gloo would mix up their bytes
+  bool native = same_dtype(inputs);  // Gloo would mix up their bytes
+  bool wanted = false, possible = true;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
@@ -233,11 +234,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
     TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "zipccl ", kName, ": output ", i, " has ",
                       outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
     wanted = wanted || exchanges(inputs[i], inputs[i].nbytes());
+    possible = possible && exchangeable(inputs[i]);
     native = native && !wanted && gloo_knows(inputs[i].scalar_type());
   }
   const bool one = outputs.size() == 1;
-  if (!inputs.empty() && inputs[0].is_cuda() &&
-      !(wanted && std::all_of(inputs.begin(), inputs.end(), [&](const auto& input) { return exchangeable(input); }))) {
+  if (on_cuda(inputs) && !(wanted && possible)) {
     return hand_on_cuda(kName, [&](auto& backend) {
       return one ? backend._allgather_base(outputs[0], inputs[0], options)
                  : backend.allgather_into_tensor_coalesced(outputs, inputs, options);
@@ -361,8 +362,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
     reducible = reducible && exchangeable(outputs[i]);
     wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
   }
-  const bool on_cuda = !outputs.empty() && outputs[0].is_cuda();
-  const bool lacks = !on_cuda && gloo_lacks(operation, outputs);
+  const bool lacks = !on_cuda(outputs) && gloo_lacks(operation, outputs);
   const bool one = outputs.size() == 1;
   const auto parts = [&](size_t i) { return chunks(dense(inputs[i]), size_); };
   if (reducible && (lacks || wanted)) {
@@ -371,7 +371,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
     return submit_exchange(Collective::kReduceScatter, one ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED, inputs,
                            outputs, options.timeout, options.asyncOp, std::move(jobs));
   }
-  if (on_cuda) {
+  if (on_cuda(outputs)) {
     return hand_on_cuda(kName, [&](auto& backend) {
       return one ? backend._reduce_scatter_base(outputs[0], inputs[0], options)
                  : backend.reduce_scatter_tensor_coalesced(outputs, inputs, options);
@@ -839,9 +839,7 @@ CudaCalls& ProcessGroupZipCCL::cuda_calls() {
         return backend;
       };
     }
-    group.finished = [this](Collective collective, const Counters& counters, const std::string&) {
-      count(collective, counters);
-    };
+    group.finished = [this](Collective collective, const Counters& counters) { count(collective, counters); };
     cuda_calls_ = make_cuda_calls(std::move(group));
   }
   return *cuda_calls_;
@@ -970,8 +968,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
         what = failure.what();
         broken = true;
       }
-      error += c10::str(error.empty() ? "" : "; ", "zipccl ", name(collective), " (call ", first + i, " of group '",
-                        getGroupUid(), "', rank ", rank_, "): ", what);
+      error += (error.empty() ? "" : "; ") + failure_text(collective, first + i, getGroupUid(), rank_, what);
     }
     count(collective, counters);
     if (broken) {

@@ -51,7 +51,7 @@ struct CudaGroup {
   std::function<c10::intrusive_ptr<c10d::Backend>(c10::DeviceIndex device)> exchange;
   c10::intrusive_ptr<c10d::Backend> staging;
   // Told what a call did when it is done, by a thread of its own.
-  std::function<void(Collective, const Counters&, const std::string& error)> finished;
+  std::function<void(Collective, const Counters&)> finished;
 };
 
 std::unique_ptr<CudaCalls> make_cuda_calls(CudaGroup group);

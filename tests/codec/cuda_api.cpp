@@ -190,7 +190,7 @@ int api_encode(const void* input, uint64_t elements, int dtype, const int16_t* t
     const MessageHeader header =
         encode_message(input, elements, dtype, options, inline_bytes, whole.data(), rest.data(), low);
     if (header.low_bytes != 0) {
-      const uint64_t beyond = header.pool_bytes > inline_bytes ? header.pool_bytes - inline_bytes : 0;
+      const uint64_t beyond = beyond_inline(header.pool_bytes, inline_bytes);
       const uint64_t begin = dynamic_low_offset(header.pool_bytes, inline_bytes);
       std::memset(rest.data() + beyond, 0, begin - beyond);
       std::memmove(rest.data() + begin, low, header.low_bytes);

@@ -140,7 +140,7 @@ std::unique_ptr<Sent> prepare(const Case& what, uint32_t seed) {
   sent->output = buffer(sent->bytes(), offset);
   sent->statics = buffer(sent->static_size());
   const uint64_t bound = what.plain ? 0 : pool_bound(what.elements);
-  sent->pool = buffer(bound > what.inline_bytes ? bound - what.inline_bytes : 0);
+  sent->pool = buffer(beyond_inline(bound, what.inline_bytes));
   sent->low = buffer(what.plain ? 0 : low_bound(what.elements, what.dtype));
   cuda::Outgoing& outgoing = sent->outgoing;
   outgoing.values = sent->input->data();
@@ -167,7 +167,7 @@ std::unique_ptr<Sent> prepare(const Case& what, uint32_t seed) {
 }
 
 uint64_t beyond_inline(const MessageHeader& header) {
-  return header.pool_bytes > header.inline_bytes ? header.pool_bytes - header.inline_bytes : 0;
+  return zipccl::beyond_inline(header.pool_bytes, header.inline_bytes);
 }
 
 // The dynamic part as it would lie behind the static one.

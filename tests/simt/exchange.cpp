@@ -234,8 +234,7 @@ class Communicator {
     if (bytes >= sizeof header) std::memcpy(&header, source, sizeof header);
     if (header.magic == kMagic && (header.flags & kPlain) == 0) {
       sent.escapes += header.pool_bytes;
-      sent.dynamic_bytes += header.low_bytes;
-      if (header.pool_bytes > header.inline_bytes) sent.dynamic_bytes += header.pool_bytes - header.inline_bytes;
+      sent.dynamic_bytes += header.low_bytes + beyond_inline(header.pool_bytes, header.inline_bytes);
     }
     if (tamper_) tamper_(from, to, target, bytes);
   }

@@ -44,17 +44,6 @@ bool environment_says(const char* name, const char* value) {
   return set != nullptr && std::strcmp(set, value) == 0;
 }
 
-uint64_t beyond_inline(uint64_t pool_bytes, uint64_t inline_bytes) {
-  return pool_bytes > inline_bytes ? pool_bytes - inline_bytes : 0;
-}
-
-uint8_t* at_offset(void* data, uint64_t elements, DType dtype) {
-  return data == nullptr ? nullptr : static_cast<uint8_t*>(data) + elements * element_bytes(dtype);
-}
-const uint8_t* at_offset(const void* data, uint64_t elements, DType dtype) {
-  return data == nullptr ? nullptr : static_cast<const uint8_t*>(data) + elements * element_bytes(dtype);
-}
-
 // What all segments of a call have in common.
 struct Progress {
   Finished finished;

@@ -346,8 +346,7 @@ class CudaCallsOnStreams final : public CudaCalls {
   }
 
   std::string describe(Collective collective, uint64_t sequence, const std::string& what) const {
-    return c10::str("zipccl ", name(collective), " (call ", sequence, " of group '", group_.name, "', rank ",
-                    group_.rank, "): ", what);
+    return failure_text(collective, sequence, group_.name, group_.rank, what);
   }
 
   // By the worker's thread, after each exchange of the call.
@@ -377,7 +376,7 @@ class CudaCallsOnStreams final : public CudaCalls {
       if (state.done || !state.queued || state.finished < state.runs) return;
       state.done = true;
     }
-    group_.finished(state.collective, state.counters, state.error);
+    group_.finished(state.collective, state.counters);
   }
 
   // On the callers' thread.
