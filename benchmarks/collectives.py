@@ -1,6 +1,6 @@
 """The collectives over Gloo, and over zipccl uncoded, coded and as it decides, on links of different rates.
 
-    python benchmarks/collectives.py [--quick] [--worlds 2x1 4x1 1x2] [--links 1gbit 10gbit unlimited] [--sizes 16M]
+    python benchmarks/collectives.py [--quick] [--worlds 2x1 4x1 2x4 1x2] [--links 1gbit 10gbit unlimited] [--sizes 16M]
                                      [--collectives all-gather] [--seconds 2] [--json FILE] [--plot FILE]
 
 Needs root and the package iproute2, for the virtual hosts of benchmarks/network. A world is hosts x ranks on each; with
@@ -10,11 +10,14 @@ tensor of an all-reduce.
 
 All ways take turns in the same processes, and a round is as long as its slowest rank; the figures are medians. Before
 anything is timed, results are compared: zipccl's bit by bit, Gloo's sums with a tolerance, as it rounds in between.
+
+What the switcher predicts for each way, and which one it takes, is compared with what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -23,7 +26,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 import zipccl
+from zipccl.backend import backend_of
 
 # Also in a file, where a table would be cut at 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
@@ -43,7 +46,8 @@ SIGMA = 0.02
 PERIOD = 4_194_301  # values that are drawn; a prime, so that no two segments or ranks have the same
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"]
 UNITS = {"K": 1 << 10, "M": 1 << 20}
-WAYS = ("gloo", "raw", "zip", "auto")
+WAYS = ("gloo", "raw", "zip", "hierarchical", "auto")
+ROUTES = {"native": "gloo"} | {way: way for way in WAYS[1:-1]}  # of zipccl.stats(), by what is measured here
 LEAST_SECONDS = 2e-3  # of what is timed at once; short calls are repeated
 LEAST_ROUNDS, MOST_ROUNDS = 5, 51
 
@@ -79,6 +83,18 @@ class Result:
     quartiles: dict[str, tuple[float, float]] = field(default_factory=dict)
     raw_bytes: int = 0
     wire_bytes: dict[str, float] = field(default_factory=dict)  # of the ways that used zipccl's exchange
+    crossing_bytes: dict[str, float] = field(default_factory=dict)  # those of them that went to other hosts
+    route: str = ""  # that "auto" took
+    reason: str = ""
+    predicted: dict[str, float] = field(default_factory=dict)  # seconds by way; none where sizes decide
+
+    def error(self, way: str) -> float:
+        """How far the prediction is off, as a part of what was measured."""
+        return self.predicted[way] / self.seconds[way] - 1
+
+    @property
+    def best(self) -> str:
+        return min(self.predicted, key=lambda way: self.seconds[way])
 
     def spreads(self, way: str) -> bool:
         """Whether a quarter of the rounds or more took much longer than another: the median says less then."""
@@ -110,12 +126,11 @@ class Setting:
 
     def share(self, result: Result, way: str) -> float | None:
         """The rate of a host's bytes to other hosts, as a share of what TCP got from its link."""
-        sent = result.raw_bytes if way == "gloo" else result.wire_bytes.get(way)
+        sent = result.raw_bytes if way == "gloo" else result.crossing_bytes.get(way)
         # Where hosts have several ranks, Gloo's rings send less over the links than a direct exchange.
         if self.hosts == 1 or not sent or (way == "gloo" and self.ranks_per_host > 1):
             return None
-        to_others = (self.world_size - self.ranks_per_host) / (self.world_size - 1)
-        return sent * to_others * self.ranks_per_host * 8 / result.seconds[way] / 1e6 / min(self.received)
+        return sent * self.ranks_per_host * 8 / result.seconds[way] / 1e6 / min(self.received)
 
 
 # ---- On each rank
@@ -153,25 +168,22 @@ class Case:
         else:  # in place: its time does not depend on the values
             dist.all_reduce(self.output, group=group)
 
-    def _of_all(self) -> Iterator[Tensor]:
-        """What each rank has for this one; of an all-reduce, for all."""
-        for rank in range(self.world_size):
-            if self.kind == "all_gather":
-                yield values(self.part, rank, self.dtype)
-            else:
-                theirs = values(self.part * self.world_size, rank, self.dtype)
-                yield theirs if self.kind == "all_reduce" else theirs.split(self.part)[self.rank]
+    def _of(self, rank: int) -> Tensor:
+        """What a rank has for this one; of an all-reduce, for all."""
+        if self.kind == "all_gather":
+            return values(self.part, rank, self.dtype)
+        theirs = values(self.part * self.world_size, rank, self.dtype)
+        return theirs if self.kind == "all_reduce" else theirs.split(self.part)[self.rank].clone()
 
-    def expected(self) -> Tensor:
+    def expected(self, hosts: list[list[int]]) -> Tensor:
+        """Sums are accumulated inside each host, given by its ranks, and then over the hosts."""
         if self.kind in ("all_gather", "all_to_all"):
-            return torch.cat(list(self._of_all()))
-        total = torch.zeros_like(next(self._of_all()), dtype=torch.float32)
-        for theirs in self._of_all():
-            total += theirs.float()
-        return total.to(self.dtype)
+            return torch.cat([self._of(rank) for rank in range(self.world_size)])
+        sums = (functools.reduce(torch.add, (self._of(rank).float() for rank in ranks)) for ranks in hosts)
+        return functools.reduce(torch.add, sums).to(self.dtype)
 
     def check(self, groups: dict[str, dist.ProcessGroup]) -> None:
-        expected = self.expected()
+        expected = self.expected(backend_of(groups["raw"]).hosts)
         for way, group in groups.items():
             if self.kind == "all_reduce":
                 self.output.copy_(self.input)
@@ -234,6 +246,10 @@ def measure(case: Case, groups: dict[str, dist.ProcessGroup], seconds: float) ->
         counted = zipccl.stats(groups[way])[case.kind]
         if counted["native"] == 0:
             result.wire_bytes[way] = counted["wire_bytes"] / counted["calls"]
+            result.crossing_bytes[way] = (counted["wire_bytes"] - counted["local_bytes"]) / counted["calls"]
+    decision = max(zipccl.stats(groups["auto"])[case.kind]["decisions"], key=lambda one: one["calls"])
+    result.route, result.reason = ROUTES[decision["route"]], decision["reason"]
+    result.predicted = {ROUTES[route]: value for route, value in decision["predicted"].items()}
     return result
 
 
@@ -249,13 +265,10 @@ def groups_of(options: dict[str, zipccl.Options]) -> dict[str, Any]:
 def work(arguments: argparse.Namespace) -> None:
     """What a rank does. Rank 0 writes one line of JSON for each result."""
     # The message size from which "auto" compresses is its own; the others show what is below it.
-    groups = groups_of(
-        {
-            "raw": zipccl.Options(mode="raw", min_bytes=0),
-            "zip": zipccl.Options(mode="zip", min_bytes=0),
-            "auto": zipccl.Options(mode="auto"),
-        }
-    )
+    options = {way: zipccl.Options(mode=way, min_bytes=0) for way in ("raw", "zip")}
+    if arguments.hierarchy:
+        options["hierarchical"] = zipccl.Options(mode="hierarchical", min_bytes=0)
+    groups = groups_of(options | {"auto": zipccl.Options(mode="auto")})
     with open(arguments.worker if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as file:
         for collective in arguments.collectives:
             for size in arguments.sizes:
@@ -278,6 +291,8 @@ def run(hosts: int, ranks_per_host: int, rate: int | None, arguments: argparse.N
         results = Path(folder) / "results"
         command = [sys.executable, __file__, "--worker", str(results), "--seconds", str(arguments.seconds)]
         command += ["--sizes", *map(str, arguments.sizes)]
+        if hosts > 1 and ranks_per_host > 1:
+            command.append("--hierarchy")
         command += ["--collectives", *(collective.name for collective in arguments.collectives)]
         network.run(command, ranks_per_host)
         setting.results = [Result(**json.loads(line)) for line in results.read_text().splitlines()]
@@ -299,26 +314,34 @@ def result_table(setting: Setting) -> Table:
     tcp = f"TCP {min(setting.received):.0f} Mbit/s"
     table = Table(title=f"{setting} ({tcp})", title_justify="left")
     table.add_column("collective")
-    times = [f"{way}\nms" for way in WAYS]
-    speeds = ["raw /\ngloo", "zip /\ngloo", "auto /\ngloo", "zip /\nraw", "bound"]
-    for column in ("part", *times, *speeds, "wire /\nraw", "of TCP\ngloo", "\nraw", "\nzip"):
+    ways = [way for way in WAYS if way in setting.results[0].seconds]
+    times = [f"{way[:4]}\nms" for way in ways]
+    hierarchical = "hierarchical" in ways
+    comparisons = [("raw", "gloo"), ("zip", "gloo"), ("auto", "gloo"), ("zip", "raw")]
+    comparisons += [("hierarchical", "gloo"), ("hierarchical", "zip")] if hierarchical else []
+    speeds = [f"{way[:4]} /\n{than}" for way, than in comparisons]
+    shares_of = ("gloo", "raw", "zip") if not hierarchical else ("zip", "hierarchical")
+    for column in ("part", *times, *speeds, "bound", "wire /\nraw", *(f"of TCP\n{way[:4]}" for way in shares_of)):
         table.add_column(column, justify="right")
+    table.add_column("auto\ntook")
+    table.add_column("predicted\nby measured", justify="right")
     for index, result in enumerate(setting.results):
         seconds, wire = result.seconds, result.wire_bytes.get("zip")
 
-        faster = (
-            f"{seconds[than] / seconds[way]:.2f}"
-            for way, than in (("raw", "gloo"), ("zip", "gloo"), ("auto", "gloo"), ("zip", "raw"))
-        )
-        shares = (setting.share(result, way) for way in ("gloo", "raw", "zip"))
+        faster = (f"{seconds[than] / seconds[way]:.2f}" for way, than in comparisons)
+        shares = (setting.share(result, way) for way in shares_of)
+        route = result.route if result.predicted else ""
+        missed = bool(route) and seconds[route] > 1.1 * seconds[result.best]
         table.add_row(
             result.collective if index == 0 or setting.results[index - 1].collective != result.collective else "",
             size_name(result.part_bytes),
-            *(("~" if result.spreads(way) else "") + milliseconds(seconds[way]) for way in WAYS),
+            *(("~" if result.spreads(way) else "") + milliseconds(seconds[way]) for way in ways),
             *faster,
             f"{result.raw_bytes / wire:.2f}" if wire else "",
             f"{wire / result.raw_bytes:.3f}" if wire else "",
             *(f"{share:.0%}" if share is not None else "" for share in shares),
+            f"[red]{route[:4]}, not {result.best[:4]}[/red]" if missed else route[:4],
+            " ".join(f"{way[:4]} {1 + result.error(way):.2f}" for way in result.predicted),
             end_section=index + 1 < len(setting.results) and setting.results[index + 1].collective != result.collective,
         )
     return table
@@ -327,7 +350,24 @@ def result_table(setting: Setting) -> Table:
 NOTES = """\
 part: what one rank has for one other. ~: the middle half of the rounds differs by more than a quarter. raw / gloo: how
 many times as fast as Gloo. bound: what zip could gain over raw if the link alone took time. wire / raw: bytes that zip
-sends. of TCP: bytes over time, as a share of what TCP gets from the link; for gloo, bytes that its result needs."""
+sends. of TCP: bytes over time, as a share of what TCP gets from the link; for gloo, bytes that its result needs. auto
+took: the way that the switcher chose, in red where another was more than a tenth faster."""
+
+
+def judge(settings: list[Setting]) -> str:
+    """The switcher in one line."""
+    results = [result for setting in settings for result in setting.results if result.predicted]
+    if not results:
+        return "No call was long enough to be switched."
+    errors = [abs(result.error(way)) for result in results for way in result.predicted]
+    taken = [abs(result.error(result.route)) for result in results]
+    missed = sum(result.seconds[result.route] > 1.1 * result.seconds[result.best] for result in results)
+    return (
+        f"Switcher: {sum(error <= 0.2 for error in taken)} of {len(taken)} predictions of the way taken and "
+        f"{sum(error <= 0.2 for error in errors)} of {len(errors)} of all ways within 20 %, medians "
+        f"{statistics.median(taken):.0%} and {statistics.median(errors):.0%} off; in {missed} of {len(results)} cases "
+        "another way was more than a tenth faster."
+    )
 
 
 def plot(path: Path, settings: list[Setting]) -> bool:
@@ -347,7 +387,7 @@ def plot(path: Path, settings: list[Setting]) -> bool:
         for axis, name in zip(row, names, strict=True):
             results = [result for result in setting.results if result.collective == name]
             sizes = [result.part_bytes for result in results]
-            for way in WAYS[1:]:
+            for way in (way for way in WAYS[1:] if way in results[0].seconds):
                 faster = [result.seconds["gloo"] / result.seconds[way] for result in results]
                 axis.plot(sizes, faster, ".-", label=way)
             axis.axhline(1, color="gray", linewidth=0.8)
@@ -393,7 +433,7 @@ def parse_link(text: str) -> int | None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=parse_world, nargs="+", metavar="HxR", help="default: 2x1 4x1 1x2")
+    parser.add_argument("--worlds", type=parse_world, nargs="+", metavar="HxR", help="default: 2x1 4x1 2x4 1x2")
     parser.add_argument("--links", type=parse_link, nargs="+", metavar="RATE", help="default: 1gbit 10gbit unlimited")
     parser.add_argument("--sizes", type=parse_size, nargs="+", metavar="SIZE", help=f"default: {' '.join(SIZES)}")
     parser.add_argument(
@@ -406,9 +446,10 @@ def parse() -> argparse.Namespace:
         "--plot", type=Path, metavar="FILE", default=Path("results/collectives.png"), help="default: %(default)s"
     )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--hierarchy", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     quick = arguments.quick
-    arguments.worlds = arguments.worlds or ([(2, 1)] if quick else [(2, 1), (4, 1), (1, 2)])
+    arguments.worlds = arguments.worlds or ([(2, 1)] if quick else [(2, 1), (4, 1), (2, 4), (1, 2)])
     arguments.links = arguments.links or [10**9] + ([] if quick else [10**10, None])
     arguments.sizes = arguments.sizes or list(map(parse_size, ["16K", "1M", "4M"] if quick else SIZES))
     arguments.seconds = arguments.seconds or (0.5 if quick else 2.0)
@@ -449,6 +490,7 @@ def main() -> int:
     for setting in settings:
         console.print(result_table(setting))
     console.print(NOTES)
+    console.print(judge(settings))
     if plot(arguments.plot, settings):
         console.print(f"plot: {arguments.plot}")
     if arguments.json:

@@ -72,10 +72,10 @@ BUDGETS = [
     Budget("encode_chunks<kBFloat16, false>", 2 + 1.4, {"sm_80": 10, MAIN_ARCH: 8, "sm_100": 8.5, "sm_120": 8.75}),
     Budget("encode_chunks<kBFloat16, true>", 2 + 1.4, {"sm_80": 12, MAIN_ARCH: 10.5, "sm_100": 10.75, "sm_120": 11}),
     Budget("decode_chunks<kBFloat16>", 2 + 1.4, {"sm_80": 9.75, MAIN_ARCH: 8, "sm_100": 8.5, "sm_120": 8.5}),
-    Budget("reduce_chunks<kBFloat16>", 2 + 1.4, {MAIN_ARCH: 24}),
+    Budget("reduce_chunks<kBFloat16, *>", 2 + 1.4, {MAIN_ARCH: 24}),
     Budget("encode_chunks<kFloat32*", 4 + 3.4),
     Budget("decode_chunks<kFloat32>", 4 + 3.4),
-    Budget("reduce_chunks<kFloat32>", 4 + 3.4),
+    Budget("reduce_chunks<kFloat32, *>", 4 + 3.4),
 ]
 
 

@@ -66,6 +66,76 @@ py::object nccl_class() {
   return py::getattr(py::module_::import("torch.distributed"), "ProcessGroupNCCL", py::none());
 }
 
+constexpr Route kAllRoutes[] = {Route::kNative, Route::kRaw, Route::kZip, Route::kHierarchical};
+constexpr Collective kAllCollectives[] = {Collective::kAllGather, Collective::kReduceScatter, Collective::kAllToAll,
+                                          Collective::kAllReduce};
+
+template <typename Value, size_t count>
+Value of_name(const Value (&values)[count], const std::string& wanted, const char* what) {
+  const auto* found =
+      std::find_if(std::begin(values), std::end(values), [&](Value one) { return name(one) == wanted; });
+  TORCH_CHECK_VALUE(found != std::end(values), "zipccl: unknown ", what, " '", wanted, "'");
+  return *found;
+}
+
+const char* dtype_name(DType dtype) {
+  return dtype == DType::kBFloat16 ? "bfloat16" : dtype == DType::kFloat32 ? "float32" : "other";
+}
+
+// Of the routes that there are.
+py::dict as_dict(const RouteSeconds& seconds) {
+  py::dict dict;
+  for (Route route : kAllRoutes) {
+    const double value = seconds[static_cast<int>(route)];
+    if (value >= 0) dict[name(route)] = value;
+  }
+  return dict;
+}
+
+py::dict as_dict(const Decision& decision) {
+  py::dict dict;
+  dict["dtype"] = dtype_name(decision.dtype);
+  dict["device"] = decision.cuda ? "cuda" : "cpu";
+  dict["part_bytes"] = decision.part_bytes;
+  dict["route"] = name(decision.route);
+  dict["reason"] = decision.reason;
+  dict["calls"] = decision.calls;
+  dict["predicted"] = as_dict(decision.predicted);
+  return dict;
+}
+
+py::dict as_dict(const ProfilePoint& point) {
+  py::dict dict;
+  dict["layout"] = point.layout;
+  dict["collective"] = name(point.kind.collective);
+  dict["dtype"] = dtype_name(point.kind.dtype);
+  dict["device"] = point.kind.cuda ? "cuda" : "cpu";
+  dict["part_bytes"] = point.bytes;
+  dict["seconds"] = as_dict(point.measured.seconds);
+  dict["ratio"] = point.measured.ratio;
+  dict["encode_seconds"] = point.measured.encode_seconds;
+  dict["decode_seconds"] = point.measured.decode_seconds;
+  return dict;
+}
+
+ProfilePoint as_point(const py::dict& dict) {
+  ProfilePoint point;
+  point.layout = dict["layout"].cast<std::string>();
+  point.kind.collective = of_name(kAllCollectives, dict["collective"].cast<std::string>(), "collective");
+  const auto dtype = dict["dtype"].cast<std::string>();
+  TORCH_CHECK_VALUE(dtype == "bfloat16" || dtype == "float32", "zipccl: unknown dtype '", dtype, "'");
+  point.kind.dtype = dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+  point.kind.cuda = dict["device"].cast<std::string>() == "cuda";
+  point.bytes = dict["part_bytes"].cast<uint64_t>();
+  for (const auto& [route, seconds] : dict["seconds"].cast<std::map<std::string, double>>()) {
+    point.measured.seconds[static_cast<int>(of_name(kAllRoutes, route, "route"))] = seconds;
+  }
+  point.measured.ratio = dict["ratio"].cast<double>();
+  point.measured.encode_seconds = dict["encode_seconds"].cast<double>();
+  point.measured.decode_seconds = dict["decode_seconds"].cast<double>();
+  return point;
+}
+
 py::dict as_dict(const CollectiveStats& stats) {
   py::dict seconds;
   seconds["encode"] = stats.counters.encode_seconds;
@@ -79,10 +149,14 @@ py::dict as_dict(const CollectiveStats& stats) {
   dict["native"] = stats.native;
   dict["raw_bytes"] = stats.counters.raw_bytes;
   dict["wire_bytes"] = stats.counters.wire_bytes;
+  dict["local_bytes"] = stats.counters.local_bytes;
   dict["elements"] = stats.counters.elements;
   dict["escapes"] = stats.counters.escapes;
   dict["dynamic_bytes"] = stats.counters.dynamic_bytes;
   dict["seconds"] = seconds;
+  py::list decisions;
+  for (const Decision& decision : stats.decisions) decisions.append(as_dict(decision));
+  dict["decisions"] = decisions;
   return dict;
 }
 
@@ -110,13 +184,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<ZipCCLOptions, c10::intrusive_ptr<ZipCCLOptions>, c10d::Backend::Options>(module, "Options")
       .def(py::init<>())
       .def_property(
-          "mode", [](const ZipCCLOptions& options) { return kRouteModes[static_cast<int>(options.mode)]; },
-          [](ZipCCLOptions& options, const std::string& name) {
-            const auto* found = std::find(std::begin(kRouteModes), std::end(kRouteModes), name);
-            TORCH_CHECK_VALUE(found != std::end(kRouteModes), "zipccl: unknown mode '", name, "'");
-            options.mode = static_cast<RouteMode>(found - kRouteModes);
-            options.exchange.code = options.mode == RouteMode::kAuto || options.mode == RouteMode::kZip;
+          "mode", [](const ZipCCLOptions& options) { return options.mode ? name(*options.mode) : "auto"; },
+          [](ZipCCLOptions& options, const std::string& mode) {
+            options.mode = std::nullopt;
+            if (mode != "auto") options.mode = of_name(kAllRoutes, mode, "mode");
           })
+      .def_readwrite("host", &ZipCCLOptions::host)
+      .def_readwrite("bf16_partial_sums", &ZipCCLOptions::bf16_partial_sums)
+      .def_property(
+          "points",
+          [](const ZipCCLOptions& options) {
+            py::list points;
+            for (const ProfilePoint& point : options.profile) points.append(as_dict(point));
+            return points;
+          },
+          [](ZipCCLOptions& options, const std::vector<py::dict>& points) {
+            options.profile.clear();
+            for (const py::dict& point : points) options.profile.push_back(as_point(point));
+          },
+          "What was measured: ProcessGroupZipCCL.profile() of an earlier group.")
       .def_property(
           "min_bytes", [](const ZipCCLOptions& options) { return options.exchange.min_bytes; },
           [](ZipCCLOptions& options, uint64_t bytes) { options.exchange.min_bytes = bytes; })
@@ -172,6 +258,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              for (const auto& [collective, stats] : group.stats()) all[collective.c_str()] = as_dict(stats);
              return all;
            })
+      .def("profile",
+           [](ProcessGroupZipCCL& group) {
+             py::list points;
+             for (const ProfilePoint& point : group.profile()) points.append(as_dict(point));
+             return points;
+           })
+      .def_property_readonly(
+          "hosts",
+          [](const ProcessGroupZipCCL& group) {
+            std::vector<std::vector<int>> hosts;
+            for (int host = 0; host < group.hosts().count(); host++) hosts.push_back(group.hosts().ranks(host));
+            return hosts;
+          },
+          "The ranks of each host.")
       .def("reset_stats", &ProcessGroupZipCCL::reset_stats)
       .def_static("abort_all", &ProcessGroupZipCCL::abort_all, py::call_guard<py::gil_scoped_release>());
 }

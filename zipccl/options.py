@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from zipccl import _C
+from zipccl import _C, profile
 
-_MODES = ("auto", "zip", "raw", "native")
+_MODES = ("auto", "zip", "raw", "native", "hierarchical")
 _WINDOWS = ("sample",)
 _CUDA_OVER = ("nccl", "gloo")
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
@@ -43,6 +45,12 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or "\n" in value:
+        raise _reject(name, value, "a string of one line")
+    return value
+
+
 def _parse_boolean(text: str) -> bool:
     return _BOOLEANS[text.lower()]
 
@@ -57,7 +65,19 @@ _DEFAULTS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "checksum": (False, _parse_boolean),
     "cuda_segment_bytes": (64 << 20, int),
     "cuda_over": ("nccl", str),
+    "bf16_partial_sums": (False, _parse_boolean),
+    "host": ("", str),
+    "profile": ("", str),
 }
+
+
+def this_host() -> str:
+    """The same for processes between which bytes need not cross a network."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{machine}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
 
 
 class Options(_C.Options):
@@ -67,10 +87,13 @@ class Options(_C.Options):
     and else has its default. Unknown names, wrong types and values out of range raise :class:`ValueError`.
 
     Args:
-        mode: ``"auto"`` lets zipccl decide per call (for now: compress whatever is at least ``min_bytes``), ``"zip"``
-            compresses every eligible message, ``"raw"`` uses the same exchange without coding, ``"native"`` hands
-            everything that the wrapped backend can do to it.
-        min_bytes: Messages (what one rank sends to one other) smaller than this are not compressed.
+        mode: ``"auto"`` measures every way and takes the fastest: the first calls of a kind and size take longer, and
+            ``stats()`` says what was measured and decided. ``"zip"`` compresses every eligible message, ``"raw"`` uses
+            the same exchange without coding, ``"hierarchical"`` goes uncoded inside each host and compressed between
+            hosts (all-gather, reduce-scatter and all-reduce, where all hosts have as many ranks, and more than one;
+            else as ``"zip"``), ``"native"`` hands everything that the wrapped backend can do to it.
+        min_bytes: Messages (what one rank sends to one other) smaller than this are not compressed, and calls whose
+            messages are all smaller go to the wrapped backend.
         segment_bytes: Raw bytes that a rank sends in one step of its pipeline, to all peers together; bounds the work
             memory of a call.
         inline_fraction: Room for escaped exponents in the part of a message whose size is known beforehand, in bytes
@@ -80,6 +103,12 @@ class Options(_C.Options):
         cuda_segment_bytes: As ``segment_bytes``, of calls on CUDA tensors.
         cuda_over: What carries CUDA tensors: ``"nccl"``, or ``"gloo"`` through processor memory, for tests with
             several ranks on one GPU.
+        bf16_partial_sums: On the hierarchical way, sums of a host's bf16 values travel to the other hosts as bf16: a
+            third of the bytes, and one more rounding for each host.
+        host: What the ranks on one machine have in common and others have not, for the hierarchical way and the order
+            of sums; ``""``: found out (the machine's boot and the process's network namespace). Each rank's own affair.
+        profile: A file that :func:`zipccl.save_profile` wrote: what it holds for groups like this one is not measured
+            again. ``""``: none.
         nccl: A ``ProcessGroupNCCL.Options`` whose ``config`` and ``is_high_priority_stream`` the wrapped NCCL groups
             take over. Not from the environment, and each rank's own affair.
     """
@@ -102,12 +131,18 @@ class Options(_C.Options):
         self.checksum = _boolean("checksum", values["checksum"])
         self.cuda_segment_bytes = _bytes("cuda_segment_bytes", values["cuda_segment_bytes"], 1)
         self.cuda_over = _choice("cuda_over", values["cuda_over"], _CUDA_OVER)
+        self.bf16_partial_sums = _boolean("bf16_partial_sums", values["bf16_partial_sums"])
+        self.host = _text("host", values["host"]) or this_host()
+        self.profile = _text("profile", values["profile"])
+        self.points = profile.load(self.profile) if self.profile else []
 
     @classmethod
     def of(cls, options: _C.Options) -> Options:
         """A copy of a group's options."""
         values = {name: getattr(options, name, default) for name, (default, _) in _DEFAULTS.items()}
-        copy = cls(nccl=getattr(options, "nccl", None), **values)
+        path = values.pop("profile")
+        copy = cls(nccl=getattr(options, "nccl", None), profile="", **values)
+        copy.profile, copy.points = path, options.points  # whatever has become of the file
         copy._timeout = options._timeout
         return copy
 

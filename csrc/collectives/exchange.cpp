@@ -16,6 +16,20 @@ const char* name(Collective collective) {
   return "unknown collective";
 }
 
+const char* name(Route route) {
+  switch (route) {
+    case Route::kNative:
+      return "native";
+    case Route::kRaw:
+      return "raw";
+    case Route::kZip:
+      return "zip";
+    case Route::kHierarchical:
+      return "hierarchical";
+  }
+  return "unknown route";
+}
+
 std::string failure_text(Collective collective, uint64_t sequence, const std::string& group, int rank,
                          const std::string& what) {
   return std::string("zipccl ") + name(collective) + " (call " + std::to_string(sequence) + " of group '" + group +
@@ -25,6 +39,7 @@ std::string failure_text(Collective collective, uint64_t sequence, const std::st
 Counters& Counters::operator+=(const Counters& other) {
   raw_bytes += other.raw_bytes;
   wire_bytes += other.wire_bytes;
+  local_bytes += other.local_bytes;
   elements += other.elements;
   escapes += other.escapes;
   dynamic_bytes += other.dynamic_bytes;

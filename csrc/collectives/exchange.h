@@ -9,23 +9,34 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "codec/codec.h"
+#include "collectives/hosts.h"
 
 namespace zipccl {
 
 enum class Collective : uint8_t { kAllGather = 0, kReduceScatter = 1, kAllToAll = 2, kAllReduce = 3 };
 const char* name(Collective collective);
+// The way of a call from rank to rank.
+enum class Route : uint8_t {
+  kNative = 0,        // the wrapped backend's own collective
+  kRaw = 1,           // the exchange, uncoded
+  kZip = 2,           // the exchange, coded
+  kHierarchical = 3,  // inside each host uncoded, between hosts coded
+};
+constexpr int kRoutes = 4;
+const char* name(Route route);
 // What an error of call `sequence` of a group says.
 std::string failure_text(Collective collective, uint64_t sequence, const std::string& group, int rank,
                          const std::string& what);
 
 // What must be the same on all ranks of a group: part of the agreement at its start.
 struct ExchangeOptions {
-  bool code = true;                   // false: messages travel plain
   uint64_t min_bytes = 64 << 10;      // smaller parts travel plain
   uint64_t segment_bytes = 4 << 20;   // raw bytes that a rank sends to all peers in one segment
   double inline_fraction = 1.0 / 24;  // inline pool bytes per element
@@ -39,6 +50,7 @@ struct Call {
   DType dtype;
   uint8_t operation = 0;  // c10d's ReduceOp of a reduction
   uint8_t phase = 0;      // of a call that exchanges more than once
+  Route route = Route::kZip;
 };
 
 // The phase of a rank that has nothing to contribute, because an earlier phase failed: its peers, which expect another,
@@ -52,10 +64,11 @@ class MismatchError : public std::runtime_error {
 };
 
 struct Counters {
-  uint64_t raw_bytes = 0;   // what this rank's sends would have been uncoded
-  uint64_t wire_bytes = 0;  // what they were
-  uint64_t elements = 0;    // coded elements, and
-  uint64_t escapes = 0;     // how many bytes their exponents put into the escape pool
+  uint64_t raw_bytes = 0;    // what this rank's sends would have been uncoded
+  uint64_t wire_bytes = 0;   // what they were
+  uint64_t local_bytes = 0;  // those of them that went to ranks of the same host
+  uint64_t elements = 0;     // coded elements, and
+  uint64_t escapes = 0;      // how many bytes their exponents put into the escape pool
   uint64_t dynamic_bytes = 0;
   uint64_t messages = 0;        // segments sent
   uint64_t coded_messages = 0;  // those of them that were coded
@@ -65,6 +78,9 @@ struct Counters {
   double total_seconds = 0;
   Counters& operator+=(const Counters& other);
 };
+
+// Segments in flight: while one is on the wire, others are encoded and decoded.
+constexpr uint64_t kSlots = 3;
 
 struct Part {
   const void* data = nullptr;
@@ -79,12 +95,14 @@ inline const uint8_t* at_offset(const void* data, uint64_t elements, DType dtype
   return at_offset(const_cast<void*>(data), elements, dtype);
 }
 
-// How contributions become a result: each is multiplied by its own rank's `scale`, accumulated in fp32 in rank order by
-// `reduction` (kSum, kMin or kMax), divided by `divisor` and rounded once to the dtype.
+// How contributions become a result: each is multiplied by its own rank's `scale`, accumulated in fp32 by `reduction`
+// (kSum, kMin or kMax) in the order of `Hosts`, divided by `divisor` and rounded once to the dtype.
 struct Reduce {
   Reduction reduction = Reduction::kSum;
   float scale = 1.0f;
   float divisor = 1.0f;
+  // On a hierarchical route, the sums of each host's bf16 values travel as bf16: one more rounding a host.
+  bool bf16_partial_sums = false;
 };
 
 // What one rank has for all, expects of all, and does with it.
@@ -96,20 +114,41 @@ struct Parts {
   std::vector<void*> outputs;
   Reduce reduce;
   void* output = nullptr;
+  DType output_dtype = DType::kBytes;  // of a reduction
+
+  // The ranks that take part, ascending; empty: all. The others have no elements.
+  std::vector<int> members;
+  // The members have found by agree() that they make the same call.
+  bool agreed = false;
+  // Elements of the longest part among all ranks that must go through as many segments; 0: of this rank's.
+  uint64_t longest = 0;
+  // Makes elements [offset, offset + count) of all outgoing parts, which are segment k, before they are needed.
+  // outgoing[r].data then holds kSlots segments, one every `stage_elements`, and segment k is the (k % kSlots)-th.
+  std::function<void(uint64_t k, uint64_t offset, uint64_t count)> produce;
+  uint64_t stage_elements = 0;
+  // Called when these elements of all outputs are there; `failed`: some of them are not what they should be.
+  std::function<void(uint64_t offset, uint64_t count, bool failed)> deliver;
+
+  // Elements of the own part from segment k on, which has this offset.
+  const uint8_t* source(int rank, uint64_t k, uint64_t offset, DType dtype) const {
+    return at_offset(outgoing[rank].data, produce ? k % kSlots * stage_elements : offset, dtype);
+  }
 };
 
 // The messages of a call: pure functions of what both ends of a pair know.
 class Segments {
  public:
-  Segments(const ExchangeOptions& options, DType dtype, int size) : options_(options), dtype_(dtype) {
-    const uint64_t peers = std::max(size - 1, 1);
+  // `members`: how many ranks take part.
+  Segments(const ExchangeOptions& options, const Call& call, size_t members)
+      : options_(options), dtype_(call.dtype), code_(call.route != Route::kRaw) {
+    const uint64_t peers = std::max<uint64_t>(members, 2) - 1;
     const uint64_t bytes = std::max(kLeastBytes, options_.segment_bytes / peers);
     elements_ = std::max<uint64_t>(bytes / element_bytes(dtype_) / kChunkElements, 1) * kChunkElements;
   }
   // Of a full segment.
   uint64_t elements() const { return elements_; }
   uint64_t count(const Parts& parts) const {
-    uint64_t most = 0;
+    uint64_t most = parts.longest;
     for (const Part& part : parts.outgoing) most = std::max(most, part.elements);
     for (uint64_t elements : parts.incoming) most = std::max(most, elements);
     return (most + elements_ - 1) / elements_;
@@ -120,7 +159,7 @@ class Segments {
     return offset < part_elements ? std::min(elements_, part_elements - offset) : 0;
   }
   bool coded(uint64_t part_elements) const {
-    return options_.code && dtype_ != DType::kBytes && part_elements * element_bytes(dtype_) >= options_.min_bytes;
+    return code_ && dtype_ != DType::kBytes && part_elements * element_bytes(dtype_) >= options_.min_bytes;
   }
   uint64_t inline_bytes(uint64_t segment_elements) const {
     const auto wanted = static_cast<uint64_t>(static_cast<double>(segment_elements) * options_.inline_fraction);
@@ -137,15 +176,30 @@ class Segments {
 
   const ExchangeOptions& options_;
   const DType dtype_;
+  const bool code_;
   uint64_t elements_;
 };
 
 class Exchange {
  public:
+  explicit Exchange(const ExchangeOptions& options, const Hosts& hosts) : options_(options), hosts_(hosts) {}
   virtual ~Exchange() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  const Hosts& hosts() const { return hosts_; }
   virtual void run(const Call& call, const Parts& parts) = 0;
+  // Throws MismatchError where a peer calls something else, if run() would. Nothing but that is exchanged.
+  virtual void agree(const Call& call, const Parts& parts) = 0;
+  // Work memory of this call; another request with this index may release what the one before got.
+  virtual uint8_t* stage(int index, uint64_t bytes) = 0;
+  // Elements of a full segment of an exchange of so many ranks.
+  uint64_t segment_elements(const Call& call, size_t members) const {
+    return Segments(options_, call, members).elements();
+  }
+
+ protected:
+  const ExchangeOptions& options_;
+  const Hosts& hosts_;
 };
 
 }  // namespace zipccl

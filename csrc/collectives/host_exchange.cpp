@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <numeric>
 
 namespace zipccl {
 namespace {
@@ -12,8 +13,6 @@ using Clock = std::chrono::steady_clock;
 
 enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2 };
 
-// One segment is encoded while the one before is on the wire.
-constexpr int kSlots = 2;
 // What a sender tells each peer before anything else.
 struct Hello {
   uint32_t magic = kMagic;
@@ -67,40 +66,62 @@ class HostCall {
         call_(call),
         parts_(parts),
         rank_(exchange.rank()),
-        size_(exchange.size()),
-        segments_(exchange.options_, call.dtype, size_),
-        matched_(size_, true) {
-    for (int slot = 0; slot < kSlots; slot++) {
-      encodings_[slot].resize(size_);
-      receives_[slot].resize(size_);
+        members_(parts.members.empty() ? all_ranks(exchange.size()) : parts.members),
+        order_(exchange.hosts_.order(members_)),
+        segments_(exchange.options_, call, members_.size()),
+        matched_(exchange.size(), true) {
+    const auto own = std::find(members_.begin(), members_.end(), rank_);
+    receivers_.assign(own + 1, members_.end());
+    receivers_.insert(receivers_.end(), members_.begin(), own);
+    senders_.assign(receivers_.rbegin(), receivers_.rend());
+    for (uint64_t slot = 0; slot < kSlots; slot++) {
+      encodings_[slot].resize(exchange.size());
+      incoming_[slot].resize(exchange.size());
     }
   }
 
+  void agree() {
+    post_hellos();
+    check_hellos();
+    end();
+  }
+
   void run() {
-    Stopwatch total(exchange_.counters_.total_seconds);
     const uint64_t segments = segments_.count(parts_);
 
-    post_hellos();
+    if (!parts_.agreed) post_hellos();
     if (segments > 0) encode_segment(0);  // hides the hellos' round trip
     check_hellos();
-    for (uint64_t k = 0; k < std::min<uint64_t>(kSlots, segments); k++) post_receives(k);
+    for (uint64_t k = 0; k < std::min(kSlots, segments); k++) post_receives(k);
+    // A dynamic part, of which only the static one tells, moves while the next segment is encoded.
     for (uint64_t k = 0; k < segments + kSlots - 1; k++) {
       if (k < segments) {
         if (k > 0) encode_segment(k);
         send_segment(k);
       }
-      if (k >= kSlots - 1) {
-        consume_segment(k - (kSlots - 1));
+      if (k >= 1 && k - 1 < segments) receive_statics(k - 1);
+      if (k >= 2) {
+        consume_segment(k - 2);
         if (k + 1 < segments) post_receives(k + 1);
       }
     }
-    for (int slot = 0; slot < kSlots; slot++) finish_sends(slot);
-    for (auto& [peer, posted] : hello_sends_) wait(posted, "sending to", peer);
-    if (!mismatches_.empty()) throw MismatchError(mismatches_);
-    if (error_) std::rethrow_exception(error_);
+    for (uint64_t slot = 0; slot < kSlots; slot++) finish_sends(slot);
+    end();
   }
 
  private:
+  static std::vector<int> all_ranks(int size) {
+    std::vector<int> ranks(size);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+
+  void end() {
+    for (auto& [peer, posted] : hello_sends_) wait(posted, "sending to", peer);
+    if (error_) std::rethrow_exception(error_);
+    if (!mismatches_.empty()) throw MismatchError(mismatches_);
+  }
+
   // A segment ready to be sent.
   struct Encoding {
     uint64_t elements = 0;
@@ -108,6 +129,12 @@ class HostCall {
     uint64_t static_size = 0;
     uint8_t* dynamic = nullptr;
     Encoded encoded;
+  };
+
+  // A message that arrives: its static part, and then its dynamic part, is posted.
+  struct Incoming {
+    std::unique_ptr<Posted> posted;
+    Message message{};
   };
 
   void wait(std::unique_ptr<Posted>& posted, const char* what, int peer) {
@@ -139,8 +166,7 @@ class HostCall {
   }
 
   void post_hellos() {
-    for (int step = 1; step < size_; step++) {
-      const int peer = (rank_ + step) % size_;
+    for (int peer : receivers_) {
       uint8_t* in = exchange_.workspace_.get(Workspace::kHello, peer, 0, sizeof(Hello));
       hello_receives_.emplace_back(peer, exchange_.transport_.receive(peer, kHelloTag, in, sizeof(Hello)));
       uint8_t* out = exchange_.workspace_.get(Workspace::kHello, peer, 1, sizeof(Hello));
@@ -148,6 +174,7 @@ class HostCall {
       std::memcpy(out, &mine, sizeof mine);
       hello_sends_.emplace_back(peer, exchange_.transport_.send(peer, kHelloTag, out, sizeof(Hello)));
       exchange_.counters_.wire_bytes += sizeof(Hello);
+      if (is_local(peer)) exchange_.counters_.local_bytes += sizeof(Hello);
     }
   }
 
@@ -172,10 +199,10 @@ class HostCall {
   void encode_segment(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
     finish_sends(slot);
+    produce(k);
     Stopwatch stopwatch(exchange_.counters_.encode_seconds);
     int first = -1;
-    for (int step = 1; step < size_; step++) {
-      const int peer = (rank_ + step) % size_;
+    for (int peer : receivers_) {
       const Part& part = parts_.outgoing[peer];
       Encoding& encoding = encodings_[slot][peer];
       encoding = {};
@@ -195,7 +222,7 @@ class HostCall {
       encoding.static_size = segments_.static_size(part.elements, encoding.elements);
       encoding.statics = exchange_.workspace_.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
       encoding.dynamic = exchange_.workspace_.get(Workspace::kSendDynamic, peer, slot, dynamic);
-      const uint8_t* data = at_offset(part.data, k * segments_.elements(), call_.dtype);
+      const uint8_t* data = parts_.source(peer, k, k * segments_.elements(), call_.dtype);
       encoding.encoded =
           encode(data, encoding.elements, call_.dtype, options, pool, encoding.statics, encoding.dynamic);
     }
@@ -203,8 +230,7 @@ class HostCall {
 
   void send_segment(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
-    for (int step = 1; step < size_; step++) {
-      const int peer = (rank_ + step) % size_;
+    for (int peer : receivers_) {
       const Encoding& encoding = encodings_[slot][peer];
       if (encoding.elements == 0 || !matched_[peer]) continue;
       sends_[slot].emplace_back(peer,
@@ -217,6 +243,7 @@ class HostCall {
       counters.messages++;
       counters.raw_bytes += encoding.elements * element_bytes(call_.dtype);
       counters.wire_bytes += encoding.static_size + dynamic_size;
+      if (is_local(peer)) counters.local_bytes += encoding.static_size + dynamic_size;
       counters.dynamic_bytes += dynamic_size;
       if (segments_.coded(parts_.outgoing[peer].elements)) {
         counters.coded_messages++;
@@ -233,35 +260,80 @@ class HostCall {
 
   void post_receives(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
-    for (int step = 1; step < size_; step++) {
-      const int peer = (rank_ + size_ - step) % size_;
+    for (int peer : senders_) {
       const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
       if (elements == 0 || !matched_[peer]) continue;
       const uint64_t bytes = segments_.static_size(parts_.incoming[peer], elements);
       uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, peer, slot, bytes);
-      receives_[slot][peer] = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
+      incoming_[slot][peer].posted = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
+    }
+  }
+
+  void receive_statics(uint64_t k) {
+    const int slot = static_cast<int>(k % kSlots);
+    for (int peer : senders_) {
+      const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
+      if (elements != 0 && matched_[peer]) receive_static(peer, slot, elements);
     }
   }
 
   void consume_segment(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
-    for (int source = 0; source < size_; source++) {
-      const uint64_t elements = segments_.elements(parts_.incoming[source], k);
-      if (elements == 0 || !matched_[source]) continue;
-      const uint64_t offset = k * segments_.elements();
-      if (source == rank_) {
-        guarded(source, [&] { consume(source, offset, elements, nullptr); });
-        continue;
+    host_sum_ = total_ = nullptr;
+    for (const auto& run : order_) {
+      for (int source : run) {
+        const uint64_t elements = segments_.elements(parts_.incoming[source], k);
+        if (elements == 0 || !matched_[source]) continue;
+        if (source == rank_) {
+          guarded(source, [&] { consume(source, k, elements, nullptr); });
+          continue;
+        }
+        Incoming& incoming = incoming_[slot][source];
+        wait(incoming.posted, "receiving from", source);
+        guarded(source, [&] { consume(source, k, elements, &incoming.message); });
       }
-      wait(receives_[slot][source], "receiving from", source);
-      const Message message = receive_message(source, slot, elements);
-      guarded(source, [&] { consume(source, offset, elements, &message); });
+      if (parts_.outputs.empty()) end_of_host(k);
+    }
+    const uint64_t offset = k * segments_.elements();
+    if (parts_.outputs.empty() && total_ != nullptr && !error_) {
+      Stopwatch stopwatch(exchange_.counters_.decode_seconds);
+      finish(total_, segments_.elements(parts_.incoming[rank_], k), parts_.reduce.divisor, parts_.output_dtype,
+             at_offset(parts_.output, offset, parts_.output_dtype));
+    }
+    if (!parts_.deliver) return;
+    try {
+      parts_.deliver(offset, segments_.elements(), error_ || !mismatches_.empty());
+    } catch (const MismatchError&) {
+      if (mismatches_.empty()) remember_error();
+    } catch (const FormatError&) {
+      remember_error();
     }
   }
 
-  // The static part is here: reads from it whether a dynamic part follows, and waits for that.
-  Message receive_message(int source, int slot, uint64_t elements) {
-    Message message{};
+  // What cannot be produced must not be taken for a result, and the peers, which wait for it, cannot be told but by the
+  // connections' end.
+  void produce(uint64_t k) {
+    if (!parts_.produce) return;
+    try {
+      parts_.produce(k, k * segments_.elements(), segments_.elements());
+    } catch (const MismatchError& error) {
+      throw TransportError(error.what());
+    } catch (const FormatError& error) {
+      throw TransportError(error.what());
+    }
+  }
+
+  void remember_error() {
+    if (!error_) error_ = std::current_exception();
+  }
+
+  bool is_local(int peer) const { return exchange_.hosts_.of(peer) == exchange_.hosts_.of(rank_); }
+
+  // Reads from the static part whether a dynamic part follows, which then takes its place as what is posted.
+  void receive_static(int source, int slot, uint64_t elements) {
+    auto& [posted, message] = incoming_[slot][source];
+    wait(posted, "receiving from", source);
+    message = {};
     message.static_size = segments_.static_size(parts_.incoming[source], elements);
     message.statics = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size);
     MessageHeader header;
@@ -277,12 +349,10 @@ class HostCall {
     if ((header.flags & kPlain) == 0) {
       message.dynamic_size = dynamic_bytes(header.pool_bytes, header.inline_bytes, header.low_bytes);
     }
-    if (message.dynamic_size == 0) return message;
-    uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveDynamic, source, 0, message.dynamic_size);
-    auto posted = exchange_.transport_.receive(source, kDynamicTag, memory, message.dynamic_size);
-    wait(posted, "receiving from", source);
+    if (message.dynamic_size == 0) return;
+    uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveDynamic, source, slot, message.dynamic_size);
+    posted = exchange_.transport_.receive(source, kDynamicTag, memory, message.dynamic_size);
     message.dynamic = memory;
-    return message;
   }
 
   // A message that cannot be decoded must not keep the other ranks from what they wait for: it is reported at the end.
@@ -298,46 +368,62 @@ class HostCall {
     }
   }
 
-  // `elements` values from `offset` on of what `source` has for this rank, in a message, or null for this rank's own
-  // part. Called for segment 0 of rank 0, of rank 1, ..., then segment 1 of rank 0, ....
-  void consume(int source, uint64_t offset, uint64_t elements, const Message* message) {
+  // `elements` values of segment k of what `source` has for this rank, in a message, or null for this rank's own part.
+  void consume(int source, uint64_t k, uint64_t elements, const Message* message) {
     const DType dtype = call_.dtype;
-    const void* own = parts_.outgoing[rank_].data;
+    const uint64_t offset = k * segments_.elements();
+    const uint8_t* own = parts_.source(rank_, k, offset, dtype);
     if (!parts_.outputs.empty()) {
       uint8_t* output = at_offset(parts_.outputs[source], offset, dtype);
       if (message) {
         decode(*message, elements, dtype, output);
-      } else if (own != parts_.outputs[source]) {
-        std::memcpy(output, at_offset(own, offset, dtype), elements * element_bytes(dtype));
+      } else if (own != output) {
+        std::memcpy(output, own, elements * element_bytes(dtype));
       }
       return;
     }
-    // Ranks that called with other arguments are left out, so that rank 0 need not be the first.
+    // Ranks that called with other arguments are left out, so that the host's first need not be the first.
     Reduction reduction = parts_.reduce.reduction;
-    if (accumulator_ == nullptr || accumulated_ != offset) {
+    if (host_sum_ == nullptr) {
       reduction = Reduction::kStore;
-      accumulated_ = offset;
-      accumulator_ =
-          reinterpret_cast<float*>(exchange_.workspace_.get(Workspace::kAccumulator, 0, 0, elements * sizeof(float)));
+      host_sum_ = accumulator(total_ == nullptr ? 0 : 1, elements);
     }
     if (message) {
-      accumulate(*message, elements, dtype, reduction, accumulator_);
+      accumulate(*message, elements, dtype, reduction, host_sum_);
     } else {
-      accumulate_values(at_offset(own, offset, dtype), elements, dtype, parts_.reduce.scale, reduction, accumulator_);
+      accumulate_values(own, elements, dtype, parts_.reduce.scale, reduction, host_sum_);
     }
-    if (source == size_ - 1) {
-      finish(accumulator_, elements, parts_.reduce.divisor, dtype, at_offset(parts_.output, offset, dtype));
+  }
+
+  float* accumulator(int which, uint64_t elements) {
+    return reinterpret_cast<float*>(
+        exchange_.workspace_.get(Workspace::kAccumulator, 0, which, elements * sizeof(float)));
+  }
+
+  void end_of_host(uint64_t k) {
+    if (host_sum_ == nullptr) return;
+    if (total_ == nullptr) {
+      total_ = host_sum_;
+    } else {
+      Stopwatch stopwatch(exchange_.counters_.decode_seconds);
+      accumulate_values(host_sum_, segments_.elements(parts_.incoming[rank_], k), DType::kFloat32, 1.0f,
+                        parts_.reduce.reduction, total_);
     }
+    host_sum_ = nullptr;
   }
 
   HostExchange& exchange_;
   const Call& call_;
   const Parts& parts_;
   const int rank_;
-  const int size_;
+  const std::vector<int> members_;
+  const std::vector<std::vector<int>> order_;
+  // The peers, each rank's in another order, so that not all turn to one.
+  std::vector<int> receivers_, senders_;
   const Segments segments_;
-  float* accumulator_ = nullptr;
-  uint64_t accumulated_ = 0;  // offset of the segment in the accumulator
+  // Of the segment that is consumed: what the host's ranks, and what all hosts before have contributed.
+  float* host_sum_ = nullptr;
+  float* total_ = nullptr;
   std::vector<bool> matched_;
   std::string mismatches_;
   std::exception_ptr error_;
@@ -347,7 +433,7 @@ class HostCall {
   std::vector<PeerPosted> hello_receives_;
   std::vector<Encoding> encodings_[kSlots];
   std::vector<PeerPosted> sends_[kSlots];
-  std::vector<std::unique_ptr<Posted>> receives_[kSlots];
+  std::vector<Incoming> incoming_[kSlots];
 };
 
 uint8_t* Workspace::get(Use use, int peer, int slot, uint64_t bytes) {
@@ -362,6 +448,19 @@ uint8_t* Workspace::get(Use use, int peer, int slot, uint64_t bytes) {
   return buffer.memory.get();
 }
 
-void HostExchange::run(const Call& call, const Parts& parts) { HostCall(*this, call, parts).run(); }
+void HostExchange::run(const Call& call, const Parts& parts) {
+  double inner = 0;
+  Stopwatch total(depth_ == 0 ? counters_.total_seconds : inner);
+  depth_++;
+  try {
+    HostCall(*this, call, parts).run();
+  } catch (...) {
+    depth_--;
+    throw;
+  }
+  depth_--;
+}
+
+void HostExchange::agree(const Call& call, const Parts& parts) { HostCall(*this, call, parts).agree(); }
 
 }  // namespace zipccl

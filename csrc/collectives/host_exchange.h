@@ -18,7 +18,7 @@ namespace zipccl {
 // Work memory that lives as long as its group: the same few buffers serve every call.
 class Workspace {
  public:
-  enum Use { kHello, kSendStatic, kSendDynamic, kReceiveStatic, kReceiveDynamic, kAccumulator };
+  enum Use { kHello, kSendStatic, kSendDynamic, kReceiveStatic, kReceiveDynamic, kAccumulator, kStage };
   // At least `bytes` bytes on a 128-byte boundary for this use; what was there for the same use is lost when it has to
   // grow.
   uint8_t* get(Use use, int peer, int slot, uint64_t bytes);
@@ -36,20 +36,27 @@ class Workspace {
 // then.
 class HostExchange final : public Exchange {
  public:
-  HostExchange(Transport& transport, Workspace& workspace, const ExchangeOptions& options,
+  HostExchange(Transport& transport, Workspace& workspace, const ExchangeOptions& options, const Hosts& hosts,
                std::chrono::steady_clock::time_point deadline, Counters& counters)
-      : transport_(transport), workspace_(workspace), options_(options), deadline_(deadline), counters_(counters) {}
+      : Exchange(options, hosts),
+        transport_(transport),
+        workspace_(workspace),
+        deadline_(deadline),
+        counters_(counters) {}
   int rank() const override { return transport_.rank(); }
   int size() const override { return transport_.size(); }
+  // Also from a call's own hooks.
   void run(const Call& call, const Parts& parts) override;
+  void agree(const Call& call, const Parts& parts) override;
+  uint8_t* stage(int index, uint64_t bytes) override { return workspace_.get(Workspace::kStage, index, 0, bytes); }
 
  private:
   friend class HostCall;
   Transport& transport_;
   Workspace& workspace_;
-  const ExchangeOptions& options_;
   const std::chrono::steady_clock::time_point deadline_;
   Counters& counters_;
+  int depth_ = 0;  // of calls in each other's hooks
 };
 
 }  // namespace zipccl

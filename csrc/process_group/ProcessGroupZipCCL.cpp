@@ -30,8 +30,9 @@ bool reduces_in_fp32(const ReduceOp& operation) {
          operation == ReduceOp::MIN || operation == ReduceOp::MAX;
 }
 
-Reduce reduce_of(const ReduceOp& operation, int size) {
+Reduce reduce_of(const ReduceOp& operation, int size, const ZipCCLOptions& options) {
   Reduce reduce;
+  reduce.bf16_partial_sums = options.bf16_partial_sums;
   if (operation == ReduceOp::MIN) reduce.reduction = Reduction::kMin;
   if (operation == ReduceOp::MAX) reduce.reduction = Reduction::kMax;
   if (operation == ReduceOp::AVG) reduce.divisor = static_cast<float>(size);
@@ -39,19 +40,23 @@ Reduce reduce_of(const ReduceOp& operation, int size) {
   return reduce;
 }
 
-void check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions& options) {
+// Throws on all ranks if they have not the same options; where each of them is, else.
+Hosts check_agreement(c10d::Store& store, int rank, int size, const ZipCCLOptions& options) {
   const auto key = [](int rank) { return c10::str("zipccl/options/", rank); };
   const std::string seen = "zipccl/options/seen";
-  const std::string mine = options.describe();
-  store.set(key(rank), std::vector<uint8_t>(mine.begin(), mine.end()));
+  const std::string mine = options.describe(), said = mine + "\n" + options.host;
+  store.set(key(rank), std::vector<uint8_t>(said.begin(), said.end()));
   std::string others;
+  std::vector<std::string> hosts;
   for (int other = 0; other < size; other++) {
     const auto value = store.get(key(other));
-    const std::string theirs(value.begin(), value.end());
+    const std::string text(value.begin(), value.end());
+    const std::string theirs = text.substr(0, text.find('\n'));
+    hosts.push_back(text.substr(std::min(theirs.size() + 1, text.size())));
     if (theirs != mine) others += c10::str(", rank ", other, " has ", theirs);
   }
   store.add(seen, 1);
-  if (others.empty()) return;
+  if (others.empty()) return Hosts(hosts);
   // The rank that ends first may take the store with it: let all of them see first.
   for (int tries = 0; tries < 100 && store.add(seen, 0) < size; tries++) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -89,7 +94,10 @@ ProcessGroupZipCCL::ProcessGroupZipCCL(Ptr<c10d::Store> store, Ptr<c10d::Backend
       transport_(std::make_unique<BackendTransport>(exchange_)) {
   init();
   coder_name();  // a ZIPCCL_CPU that this processor cannot run fails here, on this rank's thread
-  check_agreement(*store_, rank_, size_, *options_);
+  hosts_ = check_agreement(*store_, rank_, size_, *options_);
+  for (const ProfilePoint& point : options_->profile) {
+    if (point.layout == hosts_.describe()) switcher_.add(point.kind, point.bytes, point.measured);
+  }
   std::lock_guard<std::mutex> lock(live_mutex);
   live_groups.insert(this);
 }
@@ -123,11 +131,7 @@ bool ProcessGroupZipCCL::exchangeable(const at::Tensor& tensor) const {
   return true;
 }
 
-bool ProcessGroupZipCCL::exchanges(const at::Tensor& tensor, uint64_t part_bytes) const {
-  return options_->mode != RouteMode::kNative && exchangeable(tensor) && part_bytes >= options_->exchange.min_bytes;
-}
-
-Job ProcessGroupZipCCL::all_gather_job(const Tensors& outputs, const at::Tensor& input) {
+Job ProcessGroupZipCCL::all_gather_job(Route route, const Tensors& outputs, const at::Tensor& input) {
   auto targets = targets_of(outputs);
   at::Tensor source = dense(input);
   for (int r = 0; r < size_; r++) {
@@ -135,8 +139,8 @@ Job ProcessGroupZipCCL::all_gather_job(const Tensors& outputs, const at::Tensor&
     const bool in_place = r == rank_ && target.const_data_ptr() == source.const_data_ptr();
     if (!in_place && overlap(source, target)) source = source.clone();
   }
-  return [targets, source](Exchange& exchange, uint64_t sequence) mutable {
-    const Call call{Collective::kAllGather, sequence, dtype_of(source)};
+  return [route, targets, source](Exchange& exchange, uint64_t sequence) mutable {
+    const Call call{Collective::kAllGather, sequence, dtype_of(source), 0, 0, route};
     std::vector<void*> outputs;
     std::vector<uint64_t> elements;
     for (const auto& target : targets) {
@@ -159,11 +163,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
   check_same_dtype(kName, outputs[0], inputs[0]);
   TORCH_CHECK_VALUE(outputs[0][rank_].numel() == inputs[0].numel(), "zipccl ", kName, ": the output for this rank has ",
                     outputs[0][rank_].numel(), " elements, its input ", inputs[0].numel());
-  if (inputs[0].is_cuda() && !exchanges(inputs[0], largest(outputs[0]))) {
+  // Gloo has no all-gather of different sizes, and not all dtypes.
+  const bool cuda = inputs[0].is_cuda();
+  const bool native = cuda || (same_sizes(outputs[0]) && gloo_knows(inputs[0].scalar_type()));
+  const Route route = route_of(Collective::kAllGather, inputs[0], largest(outputs[0]), exchangeable(inputs[0]), native);
+  if (route == Route::kNative && cuda) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather(outputs, inputs, options); });
   }
-  // Gloo has no all-gather of different sizes, and not all dtypes.
-  if (!exchanges(inputs[0], largest(outputs[0])) && same_sizes(outputs[0]) && gloo_knows(inputs[0].scalar_type())) {
+  if (route == Route::kNative) {
     count_native(kName);
     if (have_shape(outputs[0], inputs[0]) || !all_dense(outputs[0])) {
       return coalesced(plain_->allgather(outputs, inputs, options));
@@ -173,7 +180,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather(std::vector<Tensors
     return with_result(plain_->allgather(flat_outputs, flat_inputs, options), outputs[0]);
   }
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER, inputs, outputs[0], options.timeout,
-                         options.asyncOp, {all_gather_job(outputs[0], inputs[0])});
+                         options.asyncOp, {all_gather_job(route, outputs[0], inputs[0])});
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -193,7 +200,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       list.size());
   }
   std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
-  bool native = same_dtype(inputs), wanted = false, possible = true;
+  bool native = same_dtype(inputs), possible = true;
+  Sizes sizes;
   for (size_t i = 0; i < inputs.size(); i++) {
     for (const auto& list : outputs) of_input[i].push_back(list[i]);
     check_device(kName, {inputs[i]});
@@ -201,20 +209,22 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
     check_same_dtype(kName, of_input[i], inputs[i]);
     TORCH_CHECK_VALUE(of_input[i][rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
                       " of this rank has ", of_input[i][rank_].numel(), " elements, the input ", inputs[i].numel());
-    wanted = wanted || exchanges(inputs[i], largest(of_input[i]));
+    sizes.add(inputs[i], largest(of_input[i]));
     possible = possible && exchangeable(inputs[i]);
-    native = native && !wanted && same_sizes(of_input[i]) && gloo_knows(inputs[i].scalar_type());
+    native = native && same_sizes(of_input[i]) && gloo_knows(inputs[i].scalar_type());
   }
-  if (on_cuda(inputs) && !(wanted && possible)) {
+  const bool cuda = on_cuda(inputs);
+  const Route route = route_of(Collective::kAllGather, sizes, possible, cuda || native);
+  if (route == Route::kNative && cuda) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
   }
-  if (native) {
+  if (route == Route::kNative) {
     count_native(kName);
     return coalesced(plain_->allgather_coalesced(outputs, inputs, options));
   }
   std::vector<Job> jobs;
   Tensors flat_outputs;
-  for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(of_input[i], inputs[i]));
+  for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(route, of_input[i], inputs[i]));
   for (const auto& list : outputs) flat_outputs.insert(flat_outputs.end(), list.begin(), list.end());
   return submit_exchange(Collective::kAllGather, OpType::ALLGATHER_COALESCED, inputs, flat_outputs, options.timeout,
                          options.asyncOp, std::move(jobs), c10::IValue(outputs));
@@ -226,25 +236,27 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
   bool native = same_dtype(inputs);  // Gloo would mix up their bytes
-  bool wanted = false, possible = true;
+  bool possible = true;
+  Sizes sizes;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
     check_contiguous(kName, outputs[i]);
     TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "zipccl ", kName, ": output ", i, " has ",
                       outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
-    wanted = wanted || exchanges(inputs[i], inputs[i].nbytes());
+    sizes.add(inputs[i], inputs[i].nbytes());
     possible = possible && exchangeable(inputs[i]);
-    native = native && !wanted && gloo_knows(inputs[i].scalar_type());
+    native = native && gloo_knows(inputs[i].scalar_type());
   }
-  const bool one = outputs.size() == 1;
-  if (on_cuda(inputs) && !(wanted && possible)) {
+  const bool one = outputs.size() == 1, cuda = on_cuda(inputs);
+  const Route route = route_of(Collective::kAllGather, sizes, possible, cuda || native);
+  if (route == Route::kNative && cuda) {
     return hand_on_cuda(kName, [&](auto& backend) {
       return one ? backend._allgather_base(outputs[0], inputs[0], options)
                  : backend.allgather_into_tensor_coalesced(outputs, inputs, options);
     });
   }
-  if (native) {
+  if (route == Route::kNative) {
     count_native(kName);
     const auto gather = [&](Tensors& outputs, Tensors& inputs) {
       return one ? plain_->_allgather_base(outputs[0], inputs[0], options)
@@ -255,14 +267,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
     return with_result(gather(flat_outputs, flat_inputs), outputs);
   }
   std::vector<Job> jobs;
-  for (size_t i = 0; i < inputs.size(); i++) jobs.push_back(all_gather_job(chunks(outputs[i], size_), inputs[i]));
+  for (size_t i = 0; i < inputs.size(); i++)
+    jobs.push_back(all_gather_job(route, chunks(outputs[i], size_), inputs[i]));
   return submit_exchange(Collective::kAllGather, one ? OpType::_ALLGATHER_BASE : OpType::COALESCED, inputs, outputs,
                          options.timeout, options.asyncOp, std::move(jobs));
 }
 
 // ---- Reduce-scatter
 
-Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const ReduceOp& operation) {
+Job ProcessGroupZipCCL::reduce_scatter_job(Route route, const at::Tensor& output, const Tensors& inputs,
+                                           const ReduceOp& operation) {
   Target target(output);
   Tensors sources;
   for (int r = 0; r < size_; r++) {
@@ -271,10 +285,10 @@ Job ProcessGroupZipCCL::reduce_scatter_job(const at::Tensor& output, const Tenso
     if (!in_place && overlap(source, target.dense())) source = source.clone();
     sources.push_back(source);
   }
-  const Reduce reduce = reduce_of(operation, size_);
+  const Reduce reduce = reduce_of(operation, size_, *options_);
   const auto code = static_cast<uint8_t>(operation.op_);
-  return [code, reduce, target, sources](Exchange& exchange, uint64_t sequence) mutable {
-    const Call call{Collective::kReduceScatter, sequence, dtype_of(target.dense()), code};
+  return [route, code, reduce, target, sources](Exchange& exchange, uint64_t sequence) mutable {
+    const Call call{Collective::kReduceScatter, sequence, dtype_of(target.dense()), code, 0, route};
     std::vector<Part> parts;
     for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
     zipccl::reduce_scatter(exchange, call, parts, reduce, target.dense().data_ptr());
@@ -321,9 +335,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter(Tensors& outpu
                     inputs[0][rank_].numel(), " elements, its output ", output.numel());
   const bool reducible = reduces_in_fp32(operation) && exchangeable(output);
   const bool lacks = !output.is_cuda() && gloo_lacks(operation, outputs);
-  if (reducible && (lacks || exchanges(output, largest(inputs[0])))) {
+  const Route route =
+      route_of(Collective::kReduceScatter, inputs[0][0], largest(inputs[0]), reducible, !lacks || !reducible);
+  if (route != Route::kNative) {
     return submit_exchange(Collective::kReduceScatter, OpType::REDUCE_SCATTER, inputs[0], outputs, options.timeout,
-                           options.asyncOp, {reduce_scatter_job(output, inputs[0], operation)});
+                           options.asyncOp, {reduce_scatter_job(route, output, inputs[0], operation)});
   }
   if (output.is_cuda()) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.reduce_scatter(outputs, inputs, options); });
@@ -351,7 +367,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
                     outputs.size(), " and ", inputs.size());
   const ReduceOp& operation = options.reduceOp;
   bool reducible = reduces_in_fp32(operation);
-  bool wanted = false;
+  Sizes sizes;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
     check_same_dtype(kName, {outputs[i]}, inputs[i]);
@@ -360,14 +376,17 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
                       inputs[i].numel(), " elements, but ", size_, " outputs of ", outputs[i].numel(),
                       " come out of it");
     reducible = reducible && exchangeable(outputs[i]);
-    wanted = wanted || exchanges(outputs[i], outputs[i].nbytes());
+    sizes.add(inputs[i], outputs[i].nbytes());
   }
   const bool lacks = !on_cuda(outputs) && gloo_lacks(operation, outputs);
   const bool one = outputs.size() == 1;
   const auto parts = [&](size_t i) { return chunks(dense(inputs[i]), size_); };
-  if (reducible && (lacks || wanted)) {
+  const Route route = route_of(Collective::kReduceScatter, sizes, reducible, !lacks || !reducible);
+  if (route != Route::kNative) {
     std::vector<Job> jobs;
-    for (size_t i = 0; i < outputs.size(); i++) jobs.push_back(reduce_scatter_job(outputs[i], parts(i), operation));
+    for (size_t i = 0; i < outputs.size(); i++) {
+      jobs.push_back(reduce_scatter_job(route, outputs[i], parts(i), operation));
+    }
     return submit_exchange(Collective::kReduceScatter, one ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED, inputs,
                            outputs, options.timeout, options.asyncOp, std::move(jobs));
   }
@@ -393,46 +412,46 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::reduce_scatter_tensor_coalesc
 
 // ---- All-reduce
 
-Job ProcessGroupZipCCL::all_reduce_job(const at::Tensor& tensor, const ReduceOp& operation) {
+Job ProcessGroupZipCCL::all_reduce_job(Route route, const at::Tensor& tensor, const ReduceOp& operation) {
   // Ranks may lay their tensors out differently: dense ones have one order.
   at::Tensor values = dense(tensor);
-  const Reduce reduce = reduce_of(operation, size_);
+  const Reduce reduce = reduce_of(operation, size_, *options_);
   const auto code = static_cast<uint8_t>(operation.op_);
-  return [tensor, values, reduce, code](Exchange& exchange, uint64_t sequence) mutable {
-    const Call call{Collective::kAllReduce, sequence, dtype_of(values), code};
+  return [route, tensor, values, reduce, code](Exchange& exchange, uint64_t sequence) mutable {
+    const Call call{Collective::kAllReduce, sequence, dtype_of(values), code, 0, route};
     zipccl::all_reduce(exchange, call, values.data_ptr(), message_elements(values), reduce);
     if (!values.is_same(tensor)) tensor.copy_(values);
   };
 }
 
-// With mode="auto" not yet: without measurements nobody knows whether Gloo's ring is faster.
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::exchange_all_reduce(Tensors& tensors, const ReduceOp& operation,
                                                                        OpType type, std::chrono::milliseconds timeout,
                                                                        bool asynchronous) {
-  if (options_->mode != RouteMode::kZip && options_->mode != RouteMode::kRaw) return nullptr;
-  if (!reduces_in_fp32(operation) || !std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+  if (!reduces_in_fp32(operation) || tensors.empty() ||
+      !std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
         return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() && exchangeable(tensor);
       })) {
     return nullptr;
   }
-  bool wanted = false;
+  Sizes sizes;
   for (const auto& tensor : tensors) {
-    const uint64_t share = all_reduce_share(tensor.numel(), size_) * tensor.element_size();
-    wanted = wanted || share >= options_->exchange.min_bytes;
+    sizes.add(tensor, all_reduce_share(tensor.numel(), size_) * tensor.element_size());
   }
-  if (!wanted) return nullptr;
+  const Route route = route_of(Collective::kAllReduce, sizes, /*exchange=*/true, /*native=*/true);
+  if (route == Route::kNative) return nullptr;
   std::vector<Job> jobs;
-  for (const auto& tensor : tensors) jobs.push_back(all_reduce_job(tensor, operation));
+  for (const auto& tensor : tensors) jobs.push_back(all_reduce_job(route, tensor, operation));
   return submit_exchange(Collective::kAllReduce, type, tensors, tensors, timeout, asynchronous, std::move(jobs));
 }
 
 // ---- All-to-all
 
-// No rank knows the sizes between two others, so that a choice by size would not be the same everywhere: every
-// all-to-all of a dtype that can be coded goes over our exchange, where each pair decides for itself.
+// Of an all-to-all with split sizes, no rank knows those between two others, so that a choice by size would not be the
+// same everywhere: every one of a dtype that can be coded goes over our exchange, where each pair decides for itself.
 c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& outputs, const Tensors& inputs,
                                                               Tensors result_outputs, Tensors result_inputs,
-                                                              OpType type, const c10d::AllToAllOptions& options) {
+                                                              OpType type, Route route,
+                                                              const c10d::AllToAllOptions& options) {
   auto targets = targets_of(outputs);
   const bool aliased = std::any_of(result_inputs.begin(), result_inputs.end(), [&](const at::Tensor& input) {
     return std::any_of(result_outputs.begin(), result_outputs.end(),
@@ -440,8 +459,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
   });
   Tensors sources;
   for (const auto& input : inputs) sources.push_back(dense(aliased ? input.clone() : input));
-  Job job = [targets, sources](Exchange& exchange, uint64_t sequence) mutable {
-    const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0])};
+  Job job = [route, targets, sources](Exchange& exchange, uint64_t sequence) mutable {
+    const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0]), 0, 0, route};
     std::vector<Part> parts;
     std::vector<void*> memory;
     std::vector<uint64_t> elements;
@@ -486,19 +505,23 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
   const Tensors outputs = split("output", output, output_splits);
   at::Tensor source = dense(input);
   const Tensors inputs = split("input", source, input_splits);
-  const bool codable = exchangeable(input) && options_->mode != RouteMode::kNative;
-  if (!codable && input.is_cuda()) {
-    auto output_copy = output_splits, input_copy = input_splits;
-    return hand_on_cuda(
-        kName, [&](auto& backend) { return backend.alltoall_base(output, source, output_copy, input_copy, options); });
-  }
-  if (!codable && gloo_knows(input.scalar_type())) {
-    count_native(kName);
+  const bool cuda = input.is_cuda(), native = cuda || gloo_knows(input.scalar_type());
+  // As all c10d calls, one with split sizes is one on all ranks.
+  const bool equal = output_splits.empty() && input_splits.empty();
+  const Route route =
+      equal ? route_of(Collective::kAllToAll, source, source.nbytes() / size_, exchangeable(input), native)
+            : route_of_splits(source, native);
+  if (route == Route::kNative) {
     // Gloo empties the vectors that it is given.
     auto output_copy = output_splits, input_copy = input_splits;
-    return coalesced(plain_->alltoall_base(output, source, output_copy, input_copy, options));
+    const auto call = [&](auto& backend) {
+      return backend.alltoall_base(output, source, output_copy, input_copy, options);
+    };
+    if (cuda) return hand_on_cuda(kName, call);
+    count_native(kName);
+    return coalesced(call(*plain_));
   }
-  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, options);
+  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, route, options);
 }
 
 // On CPU tensors always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the
@@ -513,10 +536,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall(Tensors& outputs, Te
   }
   check_same_dtype(kName, outputs, inputs[0]);
   check_same_dtype(kName, inputs, inputs[0]);
-  if (inputs[0].is_cuda() && !(exchangeable(inputs[0]) && options_->mode != RouteMode::kNative)) {
+  const Route route = route_of_splits(inputs[0], inputs[0].is_cuda());
+  if (route == Route::kNative) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.alltoall(outputs, inputs, options); });
   }
-  return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, options);
+  return all_to_all(outputs, inputs, outputs, inputs, OpType::ALLTOALL, route, options);
 }
 
 // ---- Handed on
@@ -827,6 +851,7 @@ CudaCalls& ProcessGroupZipCCL::cuda_calls() {
     group.name = getGroupUid();
     group.options = options_->exchange;
     group.options.segment_bytes = options_->cuda_segment_bytes;
+    group.hosts = hosts_;
     group.timeout = options_->timeout;
     if (options_->cuda_over_gloo) {
       group.staging = exchange_;
@@ -952,7 +977,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
   auto run = [this, collective, first, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
     Counters counters;
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    HostExchange exchange(*transport_, workspace_, options_->exchange, deadline, counters);
+    HostExchange exchange(*transport_, workspace_, options_->exchange, hosts_, deadline, counters);
     std::string error;
     bool broken = false;
     for (size_t i = 0; i < jobs.size() && !broken; i++) {
@@ -985,6 +1010,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
 
 void ProcessGroupZipCCL::count(Collective collective, const Counters& counters) {
   std::lock_guard<std::mutex> lock(stats_mutex_);
+  if (measuring_) {
+    measured_ += counters;
+    return;
+  }
   auto& stats = stats_[name(collective)];
   stats.calls++;
   (counters.coded_messages != 0 ? stats.zipped : stats.raw)++;

@@ -23,12 +23,24 @@
 
 namespace zipccl {
 
+// Why calls took the route that they took.
+struct Decision {
+  DType dtype = {};
+  bool cuda = false;
+  uint64_t part_bytes = 0;  // of the last such call
+  Route route = {};
+  const char* reason = "";
+  uint64_t calls = 0;
+  RouteSeconds predicted = {-1, -1, -1, -1};
+};
+
 struct CollectiveStats {
   uint64_t calls = 0;
   uint64_t zipped = 0;  // calls that sent at least one coded message
   uint64_t raw = 0;     // calls over our exchange that sent none
   uint64_t native = 0;  // calls handed to the wrapped backend
   Counters counters;    // of zipped and raw calls
+  std::vector<Decision> decisions;
 };
 
 class ProcessGroupZipCCL final : public c10d::Backend {
@@ -58,7 +70,10 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   // The wrapped backend that serves CUDA tensors which are handed on.
   Ptr<c10d::Backend> cuda_plain();
 
+  const Hosts& hosts() const { return hosts_; }
   std::map<std::string, CollectiveStats> stats();
+  // All that was measured.
+  std::vector<ProfilePoint> profile();
   void reset_stats();
 
   bool supportsSplitting() const override { return plain_->supportsSplitting(); }
@@ -120,20 +135,44 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  // Whether a call with these tensors goes over our exchange. A pure function of what all ranks of the call agree on.
-  bool exchanges(const at::Tensor& tensor, uint64_t part_bytes) const;
-  // Whether tensors of this dtype may, on their device.
+  // What a rank has for another in a call.
+  struct Sizes {
+    at::Tensor sample;  // the input with the largest part
+    uint64_t largest = 0;
+    uint64_t total = 0;
+    void add(const at::Tensor& tensor, uint64_t part_bytes) {
+      if (!sample.defined() || part_bytes > largest) sample = tensor;
+      largest = std::max(largest, part_bytes);
+      total += part_bytes;
+    }
+  };
+
+  // The route of a call (routing.cpp): a pure function of what all its ranks agree on. `exchange`, `native`: whether
+  // that is possible. Where the switcher has to measure, all ranks do.
+  Route route_of(Collective collective, const Sizes& sizes, bool exchange, bool native);
+  Route route_of(Collective collective, const at::Tensor& tensor, uint64_t part_bytes, bool exchange, bool native);
+  // Of an all-to-all with split sizes.
+  Route route_of_splits(const at::Tensor& tensor, bool native);
+  Route switched(Collective collective, const Sizes& sizes, bool native, uint64_t review_calls);
+  void learn(const CallKind& kind, uint64_t bytes, const at::Tensor& sample);
+  void review(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, Route route);
+  void agree_to_measure(const CallKind& kind, uint64_t bytes);
+  Measured measure(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, const std::vector<Route>& routes);
+  WorkPtr measured_call(Collective collective, Route route, at::Tensor& output, at::Tensor& input);
+  Route decided(Collective collective, const Sizes& sizes, const Choice& choice, const char* reason);
+
+  // Whether tensors of this dtype may go over our exchange, on their device.
   bool exchangeable(const at::Tensor& tensor) const;
-  Job all_gather_job(const Tensors& outputs, const at::Tensor& input);
-  Job reduce_scatter_job(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
-  Job all_reduce_job(const at::Tensor& tensor, const c10d::ReduceOp& operation);
+  Job all_gather_job(Route route, const Tensors& outputs, const at::Tensor& input);
+  Job reduce_scatter_job(Route route, const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
+  Job all_reduce_job(Route route, const at::Tensor& tensor, const c10d::ReduceOp& operation);
   // The zipped all-reduce of these tensors; null if it is not for the exchange.
   WorkPtr exchange_all_reduce(Tensors& tensors, const c10d::ReduceOp& operation, c10d::OpType type,
                               std::chrono::milliseconds timeout, bool asynchronous);
   WorkPtr reduce_scatter_wrapped(Tensors outputs, std::vector<Tensors> inputs, const c10d::ReduceOp& operation,
                                  std::chrono::milliseconds timeout);
   WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,
-                     c10d::OpType type, const c10d::AllToAllOptions& options);
+                     c10d::OpType type, Route route, const c10d::AllToAllOptions& options);
 
   // Ends the connections of the exchange, which tells peers that wait. By the worker, or when it is idle.
   void close_exchange();
@@ -185,8 +224,14 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   std::optional<c10::Device> cuda_device_;  // of those calls
   std::vector<JobList> cuda_coalesced_;
 
+  Hosts hosts_;
+  std::map<CallKind, uint64_t> switched_calls_;  // since the last review
+  std::atomic<bool> measuring_{false};
+
   std::mutex stats_mutex_;
   std::map<std::string, CollectiveStats> stats_;
+  Switcher switcher_;  // changed by the callers' thread alone, and under the mutex
+  Counters measured_;  // of what is being measured
 
   // Last, so that it goes first: its jobs use all of the above.
   Worker worker_;

@@ -44,6 +44,7 @@ struct CudaGroup {
   int rank;
   std::string name;
   ExchangeOptions options;
+  Hosts hosts;
   std::chrono::milliseconds timeout;
   // Makes or finds a wrapped backend for CUDA tensors: for the callers' threads, and one more for each device's worker.
   // Null: the bytes go through processor memory and `staging`, a backend for CPU tensors.

@@ -150,8 +150,14 @@ void reduce_some(const cuda::Incoming* incoming, int dtype, uint64_t elements, R
   cuda::ReduceBatch batch = {};
   if (incoming != nullptr) batch.messages[0] = cuda::placed(*incoming);
   batch.findings = &findings;
-  batch.reducing = {reduction == Reduction::kStore ? Reduction::kSum : reduction, divisor, elements, accumulators,
-                    output};
+  batch.reducing = {reduction == Reduction::kStore ? Reduction::kSum : reduction,
+                    divisor,
+                    elements,
+                    accumulators,
+                    output,
+                    static_cast<DType>(dtype),
+                    0,
+                    false};
   batch.count = incoming != nullptr;
   batch.first = reduction == Reduction::kStore ? 0 : 1;
   batch.last = output != nullptr;
@@ -163,8 +169,8 @@ void reduce_some(const cuda::Incoming* incoming, int dtype, uint64_t elements, R
   cuda::with_dtype(static_cast<DType>(dtype), [&](auto constant) {
     const auto chunks = static_cast<unsigned>(chunk_count(elements));
     if (chunks == 0) return;
-    ZIPCCL_LAUNCH(cuda::reduce_chunks<constant.value>, dim3(chunks), dim3(cuda::kThreads), sizeof(cuda::DecodeShared),
-                  nullptr, batch);
+    ZIPCCL_LAUNCH((cuda::reduce_chunks<constant.value, constant.value>), dim3(chunks), dim3(cuda::kThreads),
+                  sizeof(cuda::DecodeShared), nullptr, batch);
   });
   synchronise();
   turn_signs();

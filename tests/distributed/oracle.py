@@ -135,21 +135,27 @@ def reduce_op(name: str, rank: int = 0) -> dist.ReduceOp:
     return getattr(dist.ReduceOp, name.upper())
 
 
-def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """fp32 accumulation in rank order, and one rounding at the end."""
-    acc = None
-    for rank, t in enumerate(inputs):
-        v = t.float()
-        if op == "premul_sum":
-            v = v * torch.tensor(factor(rank), dtype=FP32)
-        if acc is None:
-            acc = v
-        elif op == "min":
-            acc = torch.where((v < acc) | v.isnan(), v, acc)
-        elif op == "max":
-            acc = torch.where((v > acc) | v.isnan(), v, acc)
-        else:
-            acc = acc + v
+def reduced(
+    inputs: list[torch.Tensor], op: str, hosts: list[list[int]] | None = None, partial: torch.dtype = FP32
+) -> torch.Tensor:
+    """fp32 accumulation in rank order inside each host, of hosts' `partial` sums in host order, and one rounding."""
+
+    def accumulate(values: list[torch.Tensor]) -> torch.Tensor:
+        acc = values[0]
+        for v in values[1:]:
+            if op == "min":
+                acc = torch.where((v < acc) | v.isnan(), v, acc)
+            elif op == "max":
+                acc = torch.where((v > acc) | v.isnan(), v, acc)
+            else:
+                acc = acc + v
+        return acc
+
+    values = [t.float() for t in inputs]
+    if op == "premul_sum":
+        values = [v * torch.tensor(factor(rank), dtype=FP32) for rank, v in enumerate(values)]
+    sums = [accumulate([values[rank] for rank in host]) for host in hosts or [list(range(len(inputs)))]]
+    acc = accumulate([s.to(partial).float() for s in sums])
     if op == "avg":
         acc = acc / len(inputs)
     return acc.to(inputs[0].dtype)

@@ -29,14 +29,17 @@ def forget_peak() -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("mebibytes", [128, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce"])
-def test_work_memory(rank: int, world_size: int, collective: str, mebibytes: int) -> None:
-    """What a call adds to its tensors at its peak: two coded segments in each direction, and a sum in fp32."""
+@pytest.mark.parametrize("mode", ["zip", "hierarchical"])
+def test_work_memory(rank: int, world_size: int, collective: str, mebibytes: int, mode: str) -> None:
+    """What a call adds to its tensors at its peak: three coded segments in each direction, and sums in fp32."""
+    if mode == "hierarchical" and (world_size < 4 or collective == "all_to_all"):
+        pytest.skip("no hierarchy")
     elements = mebibytes << 19
     whole = torch.empty(elements, dtype=torch.bfloat16)
     for piece in whole.split(1 << 22):
         piece.normal_(std=0.02)
     part = whole[: elements // world_size].clone()
-    zipped = group(mode="zip", segment_bytes=SEGMENT)
+    zipped = group(mode=mode, segment_bytes=SEGMENT, host=f"host {rank // 2}")
     other = torch.ones_like(whole) if collective == "all_to_all" else None
     before = resident("VmRSS")
     forget_peak()
@@ -49,4 +52,5 @@ def test_work_memory(rank: int, world_size: int, collective: str, mebibytes: int
     else:
         dist.all_reduce(whole, group=zipped)
     added = resident("VmHWM") - before
-    assert added <= 8 * SEGMENT, f"{added / SEGMENT:.2f} segments"
+    print(f"{mode} {collective} on {world_size} ranks: {added / SEGMENT:.2f} segments")
+    assert added <= 12 * SEGMENT, f"{added / SEGMENT:.2f} segments"

@@ -373,7 +373,8 @@ void reduce(const std::vector<Case>& cases, size_t own, Reduction reduction, flo
   auto output = buffer(batch[0]->bytes(), cases[0].offset * element_bytes(dtype));
   auto spilled = buffer(cases.size() > cuda::kBatch ? elements * sizeof(float) : 0);
   uint8_t* target = in_place ? batch[own]->input->data() : output->data();
-  const cuda::Reducing reducing = {reduction, divisor, elements, reinterpret_cast<float*>(spilled->data()), target};
+  const cuda::Reducing reducing = {reduction, divisor, elements, reinterpret_cast<float*>(spilled->data()),
+                                   target,    dtype,   0,        false};
   Found findings;
   cuda::reduce(incoming_of(batch), dtype, reducing, findings.get(), 0);
   synchronise();

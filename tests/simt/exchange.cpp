@@ -321,6 +321,8 @@ struct Plan {
   int stream = 0;
   Reduction reduction = Reduction::kSum;
   float divisor = 1;
+  Route route = Route::kZip;
+  int ranks_per_host = 0;                  // 0: all are on one
   std::vector<std::vector<Bytes>> values;  // [from][to]; of an all-gather: [from][0]
   std::string name;
 
@@ -330,13 +332,17 @@ struct Plan {
   Bytes wanted(int from, int to) const {
     if (collective != Collective::kReduceScatter) return sent(from, to);
     const uint64_t count = elements[0][to];
-    std::vector<float> accumulator(count);
+    const int mates = ranks_per_host == 0 ? size() : ranks_per_host;
+    std::vector<float> host(count), total(count);
     for (int rank = 0; rank < size(); rank++) {
-      accumulate_values(sent(rank, to).data(), count, dtype, scale(rank), rank == 0 ? Reduction::kStore : reduction,
-                        accumulator.data());
+      accumulate_values(sent(rank, to).data(), count, dtype, scale(rank),
+                        rank % mates == 0 ? Reduction::kStore : reduction, host.data());
+      if (rank % mates != mates - 1 && rank != size() - 1) continue;
+      accumulate_values(host.data(), count, DType::kFloat32, 1.0f, rank < mates ? Reduction::kStore : reduction,
+                        total.data());
     }
     Bytes result(count * element_bytes(dtype));
-    finish(accumulator.data(), count, divisor, dtype, result.data());
+    finish(total.data(), count, divisor, dtype, result.data());
     return result;
   }
 };
@@ -359,8 +365,9 @@ void fill(Plan& plan, uint64_t seed) {
                                               seed * 64 + static_cast<uint64_t>(from * 8 + to)));
     }
   }
-  plan.name = std::string(name(plan.collective)) + " " + std::to_string(seed) + " on " + std::to_string(plan.size()) +
-              " ranks, " + (plan.dtype == DType::kFloat32 ? "fp32" : "bf16") + (plan.low ? " with low halves," : ",");
+  plan.name = std::string(name(plan.collective)) + " (" + name(plan.route) + ") " + std::to_string(seed) + " on " +
+              std::to_string(plan.size()) + " ranks, " + (plan.dtype == DType::kFloat32 ? "fp32" : "bf16") +
+              (plan.low ? " with low halves," : ",");
   for (const auto& kind : plan.kinds) plan.name += " " + kind;
 }
 
@@ -379,6 +386,7 @@ struct Outcome {
 // A call in flight on one rank.
 struct Flight {
   const Plan* plan;
+  int runs = 0;                // of exchanges
   std::vector<Bytes> outputs;  // copied on the call's stream right behind it
   std::shared_ptr<Outcome> outcome = std::make_shared<Outcome>();
 
@@ -396,6 +404,7 @@ enum class Streams { kOwn, kBlocking, kLegacy };
 
 struct Setup {
   int size = 2;
+  int ranks_per_host = 0;  // as in Plan
   ExchangeOptions options;
   std::chrono::milliseconds timeout = 60s;
   Streams streams = Streams::kOwn;
@@ -418,6 +427,7 @@ class Group {
  public:
   explicit Group(const Setup& setup)
       : setup_(setup),
+        hosts_(hosts_of(setup)),
         callers(setup.size, "callers' transport", setup.serial),
         workers(setup.size, "workers' transport", setup.serial) {
     for (int rank = 0; rank < setup.size; rank++) {
@@ -497,15 +507,15 @@ class Group {
       return memory.get();
     };
     StreamExchange exchange(
-        *rank.transport, *rank.worker, rank.memory, setup_.options, stream, setup_.timeout,
+        *rank.transport, *rank.worker, rank.memory, setup_.options, hosts_, stream, setup_.timeout,
         [this, &rank, outcome = flight.outcome](const Counters& counters, const std::string& error) {
           if (when_told) when_told(rank);
           const std::lock_guard<std::mutex> lock(outcome->mutex);
           outcome->told++;
-          outcome->counters = counters;
-          outcome->error = error;
+          outcome->counters += counters;
+          if (outcome->error.empty()) outcome->error = error;
         });
-    const Call call = {plan.collective, 0, plan.dtype};
+    const Call call = {plan.collective, 0, plan.dtype, 0, 0, plan.route};
     std::vector<void*> outputs;
     std::vector<uint64_t> sizes;
     if (plan.collective == Collective::kAllGather) {
@@ -549,6 +559,7 @@ class Group {
         reduce_scatter(exchange, call, inputs, {plan.reduction, plan.scale(own), plan.divisor}, outputs[0]);
       }
     }
+    flight.runs = exchange.runs();
     for (size_t i = 0; i < outputs.size(); i++) {
       flight.outputs.emplace_back(sizes[i]);
       check(cudaMemcpyAsync(flight.outputs[i].data(), outputs[i], sizes[i], cudaMemcpyDeviceToHost, stream),
@@ -565,7 +576,7 @@ class Group {
   void expect_values(const Rank& rank, const Flight& flight) {
     const Plan& plan = *flight.plan;
     const std::string who = plan.name + ", rank " + std::to_string(rank.rank) + ": ";
-    expect(flight.outcome->told == 1,
+    expect(flight.outcome->told == flight.runs,
            who + "told " + std::to_string(flight.outcome->told) + " times what became of it");
     expect(flight.error().empty(), who + flight.error());
     for (size_t i = 0; i < flight.outputs.size(); i++) {
@@ -580,7 +591,8 @@ class Group {
   void expect_counters(const Rank& rank, const Flight& flight) {
     const Plan& plan = *flight.plan;
     const Counters& told = flight.outcome->counters;
-    const Segments segments(setup_.options, plan.dtype, setup_.size);
+    if (plan.route == Route::kHierarchical) return;  // several exchanges
+    const Segments segments(setup_.options, {plan.collective, 0, plan.dtype}, setup_.size);
     Counters wanted;
     for (int peer = 0; peer < setup_.size; peer++) {
       const uint64_t part = plan.elements[rank.rank][peer];
@@ -637,7 +649,16 @@ class Group {
     simt::configure(config);
   }
 
+  static Hosts hosts_of(const Setup& setup) {
+    std::vector<std::string> names;
+    for (int rank = 0; rank < setup.size; rank++) {
+      names.push_back(std::to_string(setup.ranks_per_host == 0 ? 0 : rank / setup.ranks_per_host));
+    }
+    return Hosts(names);
+  }
+
   const Setup setup_;
+  const Hosts hosts_;
   const size_t allocations_ = simt::live_allocations();
   bool failed_ = false;
 
@@ -724,6 +745,54 @@ void splits() {
     // Where a plan's ranks have no data of their kind that is coded, overflow is not expected of them.
     run(Setup(size), std::move(plans));
   }
+}
+
+// Two levels of sums; and parts that go through a rank on each host, with and without dynamic parts.
+void hosts() {
+  for (const auto& [size, ranks_per_host] : {std::pair{4, 2}, std::pair{6, 3}, std::pair{3, 2}}) {
+    Setup setup(size);
+    setup.ranks_per_host = ranks_per_host;
+    std::vector<Plan> plans;
+    for (Route route : {Route::kZip, Route::kHierarchical}) {
+      if (route == Route::kHierarchical && size % ranks_per_host != 0) continue;
+      for (const bool in_place : {false, true}) {
+        for (Plan& plan : small_plans(size, in_place)) {
+          if (plan.collective == Collective::kAllToAll || (size > 4 && plans.size() % 5 != 0)) continue;
+          if (plans.size() % 3 == 2) {  // also none
+            for (int from = 0; from < size; from++) {
+              for (int to = 0; to < size; to++) {
+                const int owner = plan.collective == Collective::kAllGather ? from : to;
+                plan.elements[from][to] = owner == 1 ? 0 : 100 + 4000 * static_cast<uint64_t>(owner);
+              }
+            }
+          }
+          plan.route = route;
+          plan.ranks_per_host = ranks_per_host;
+          plans.push_back(plan);
+        }
+      }
+    }
+    run(setup, std::move(plans));
+  }
+}
+
+// Segments of hierarchical calls, each of which is several exchanges.
+void segments_by_hosts() {
+  Setup setup(4);
+  setup.ranks_per_host = 2;
+  setup.options.segment_bytes = 1;  // the least there is: 128 KiB for a peer
+  std::vector<Plan> plans;
+  for (Collective collective : {Collective::kAllGather, Collective::kReduceScatter}) {
+    for (const char* pattern : {"normal", "one"}) {
+      Plan plan = make_plan(collective, DType::kBFloat16, square(4, (64 << 10) + 30777), kinds_of(4, pattern));
+      plan.in_place = true;
+      plan.stream = static_cast<int>(plans.size() % 2);
+      plan.route = Route::kHierarchical;
+      plan.ranks_per_host = 2;
+      plans.push_back(plan);
+    }
+  }
+  run(setup, std::move(plans));
 }
 
 void segments() {
@@ -1006,6 +1075,8 @@ int main(int argc, char** argv) {
       {"checksum", checksum},
       {"splits", splits},
       {"segments", segments},
+      {"hosts", hosts},
+      {"segments-by-hosts", segments_by_hosts},
       {"pipeline", pipeline},
       {"reuse", reuse},
       {"slow", slow},

@@ -30,7 +30,7 @@ SOURCES = [
 
 WRONG, STUCK, SANITIZER = 1, 71, 99
 
-SETS = "collectives in-place checksum splits segments pipeline reuse slow other-streams".split()
+SETS = "collectives in-place checksum splits segments hosts segments-by-hosts pipeline reuse slow other-streams".split()
 SETS += "abort-static abort-dynamic corrupt after-corrupt failing-transport".split()
 
 # Schedules and the policy by which streams are chosen.

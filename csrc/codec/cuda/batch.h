@@ -89,13 +89,18 @@ void decode(const std::vector<Incoming>& messages, DType dtype, Findings* findin
 
 // output = round((((m0 * scale) + m1 * scale) + ...) / divisor): in the order of `messages`, in fp32, each operation
 // rounded by itself, with `reduction` (kSum, kMin, kMax) for the sum. All have `elements` values. `output` may be one
-// of the `values`. `accumulator`: `elements` floats where there are more than kBatch messages, else it may be null.
+// of the `values` if it has their dtype. `accumulator`: `elements` floats where there are more than kBatch messages,
+// else it may be null.
 struct Reducing {
   Reduction reduction;
   float divisor;  // positive and finite, below 2^126
   uint64_t elements;
   float* accumulator;
   void* output;
+  DType output_dtype;
+  uint32_t first_message;  // what findings call messages[0]
+  bool
+      after_findings;  // do nothing if `findings` say that earlier launches, whose outputs these are, did not do theirs
 };
 void reduce(const std::vector<Incoming>& messages, DType dtype, const Reducing& reducing, Findings* findings,
             cudaStream_t stream);

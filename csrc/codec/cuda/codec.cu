@@ -102,7 +102,7 @@ void decode_as(const std::vector<Incoming>& messages, Findings* findings, cudaSt
   });
 }
 
-template <DType dtype>
+template <DType dtype, DType output_dtype>
 void reduce_as(const std::vector<Incoming>& messages, const Reducing& reducing, Findings* findings,
                cudaStream_t stream) {
   const uint64_t chunks = chunk_count(reducing.elements);
@@ -115,9 +115,10 @@ void reduce_as(const std::vector<Incoming>& messages, const Reducing& reducing, 
     batch.reducing = reducing;
     batch.count = static_cast<uint32_t>(count);
     batch.first = static_cast<uint32_t>(first);
+    batch.reported = reducing.first_message + batch.first;
     batch.last = first + count == messages.size();
-    ZIPCCL_LAUNCH(reduce_chunks<dtype>, dim3(static_cast<unsigned>(chunks)), dim3(kThreads), sizeof(DecodeShared),
-                  stream, batch);
+    ZIPCCL_LAUNCH((reduce_chunks<dtype, output_dtype>), dim3(static_cast<unsigned>(chunks)), dim3(kThreads),
+                  sizeof(DecodeShared), stream, batch);
     check_launch("reduce_chunks");
   });
 }
@@ -175,7 +176,10 @@ void decode(const std::vector<Incoming>& messages, DType dtype, Findings* findin
 
 void reduce(const std::vector<Incoming>& messages, DType dtype, const Reducing& reducing, Findings* findings,
             cudaStream_t stream) {
-  with_dtype(dtype, [&](auto constant) { reduce_as<constant.value>(messages, reducing, findings, stream); });
+  with_dtype(dtype, [&](auto from) {
+    with_dtype(reducing.output_dtype,
+               [&](auto to) { reduce_as<from.value, to.value>(messages, reducing, findings, stream); });
+  });
 }
 
 void sum_messages(const std::vector<Incoming>& messages, DType dtype, uint64_t* sums, cudaStream_t stream) {

@@ -1028,8 +1028,9 @@ struct ReduceBatch {
   Findings* findings;
   Reducing reducing;
   uint32_t count;
-  uint32_t first;  // index of messages[0] among all that are reduced
-  uint32_t last;   // whether messages[count - 1] is the last of them
+  uint32_t first;     // index of messages[0] among all that are reduced
+  uint32_t reported;  // what findings call messages[0]
+  uint32_t last;      // whether messages[count - 1] is the last of them
 };
 
 // Two values to bf16, to nearest even, NaN to 0x7fc0.
@@ -1106,7 +1107,7 @@ struct Accumulators {
   }
 };
 
-template <DType dtype>
+template <DType dtype, DType output_dtype>
 __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_constant__ ReduceBatch batch) {
   ZIPCCL_SHARED(DecodeShared, shared);
   const uint32_t chunk = blockIdx.x;
@@ -1117,7 +1118,8 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
   const uint32_t count = elements <= start ? 0 : min(elements - start, kSubBlockElements);
   const uint64_t offset = (uint64_t{chunk} * kChunkElements + start) * element_bytes(dtype);
   // A message that the launch before could not decode: it has left no accumulators.
-  if (batch.first != 0 && (batch.findings->deferred | batch.findings->fault) != 0) return;  // cold
+  const bool follows = batch.first != 0 || reducing.after_findings;
+  if (follows && (batch.findings->deferred | batch.findings->fault) != 0) return;  // cold
   float* spilled = reducing.accumulator + uint64_t{chunk} * kChunkElements + start;
   const Places places(shared.tiles[warp], lane);
   Accumulators accumulators(reducing.reduction);
@@ -1140,7 +1142,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
       Lanes lanes = {};
       if (message.plain == 0) lanes = load_lanes<false>(message, chunk, elements);
       if (threadIdx.x == 0) {  // loop: 0.125
-        shared.plan.verdict = make_plan<dtype>(shared.plan, message, batch.first + m, chunk, batch.findings);
+        shared.plan.verdict = make_plan<dtype>(shared.plan, message, batch.reported + m, chunk, batch.findings);
       }  // loop: end
       __syncthreads();
       const Plan& plan = shared.plan;
@@ -1156,7 +1158,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
         }  // cold: end
         // The next message's plan takes this one's place.
         if (__syncthreads_or(!sound)) {  // cold: begin
-          if (!sound && lane == 0) found(batch.findings, Fault::kCodes, batch.first + m, chunk);
+          if (!sound && lane == 0) found(batch.findings, Fault::kCodes, batch.reported + m, chunk);
           return;
         }  // cold: end
 #pragma unroll
@@ -1206,8 +1208,9 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
       }
     }
   }  // cold: end
-  uint8_t* output = static_cast<uint8_t*>(reducing.output) + offset;
-  const bool aligned = count == kSubBlockElements && is_aligned(output, 4 * element_bytes(dtype));
+  uint8_t* output =
+      static_cast<uint8_t*>(reducing.output) + (uint64_t{chunk} * kChunkElements + start) * element_bytes(output_dtype);
+  const bool aligned = count == kSubBlockElements && is_aligned(output, 4 * element_bytes(output_dtype));
 #pragma unroll
   for (uint32_t j = 0; j < kQuads; j++) {
     const uint32_t q = j * kLanes + lane;
@@ -1215,7 +1218,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
 #pragma unroll
     for (uint32_t k = 0; k < 4; k++) four[k] = __fmul_rn(accumulators.values[j][k], factor);
     uint32_t bits[4];
-    if constexpr (dtype == DType::kFloat32) {
+    if constexpr (output_dtype == DType::kFloat32) {
 #pragma unroll
       for (uint32_t k = 0; k < 4; k++) bits[k] = __float_as_uint(four[k]);
       if (aligned) reinterpret_cast<uint4*>(output)[q] = make_uint4(bits[0], bits[1], bits[2], bits[3]);
@@ -1228,7 +1231,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_chunks(const __grid_consta
 #pragma unroll
       for (uint32_t k = 0; k < 4; k++) {
         if (4 * q + k >= count) break;
-        if constexpr (dtype == DType::kFloat32) {
+        if constexpr (output_dtype == DType::kFloat32) {
           reinterpret_cast<uint32_t*>(output)[4 * q + k] = bits[k];
         } else {
           reinterpret_cast<uint16_t*>(output)[4 * q + k] = static_cast<uint16_t>(bits[k / 2] >> k % 2 * 16);

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 
 namespace zipccl {
 namespace {
@@ -76,11 +77,13 @@ struct Ticket {
   bool last = false;  // segment of the call
   Counters counters;  // what is known when the segment is queued
   std::vector<cuda::Outgoing> outgoing;
-  std::vector<int> outgoing_peers;  // whom outgoing[i] goes to; one entry, -1, for all
+  std::vector<std::vector<int>> outgoing_peers;  // whom outgoing[i] goes to
   std::vector<cuda::Incoming> incoming;
   std::vector<int> incoming_peers;
   std::vector<cuda::Incoming> inputs;  // of a reduction: incoming, with the own values at their place
   cuda::Reducing reducing = {};        // output is null: no reduction
+  std::vector<size_t> runs;            // of a reduction that first sums each host's inputs: how many they are, and
+  std::vector<float*> sums;            //   where each sum goes; else empty
 
   // `setup`: a stream that waits for no other.
   Ticket(int size, cudaStream_t setup) {
@@ -130,7 +133,8 @@ class StreamCall {
         parts_(parts),
         rank_(exchange.rank()),
         size_(exchange.size()),
-        segments_(exchange.options_, call.dtype, size_),
+        order_(exchange.hosts_.order(members(exchange, parts))),
+        segments_(exchange.options_, call, members(exchange, parts).size()),
         receives_(size_) {
     // Where all ranks send the same and as much, the transport's own all-gather knows the best way.
     gathers_ = parts_.same;
@@ -150,10 +154,22 @@ class StreamCall {
       return;
     }
     allocate();
-    for (uint64_t k = 0; k < segments; k++) run_segment(k, progress, k + 1 == segments);
+    for (uint64_t k = 0; k < segments; k++) {
+      const uint64_t begin = k * segments_.elements();
+      if (parts_.produce) parts_.produce(k, begin, segments_.elements());
+      run_segment(k, progress, k + 1 == segments);
+      if (parts_.deliver) parts_.deliver(begin, segments_.elements(), false);
+    }
   }
 
  private:
+  static std::vector<int> members(const StreamExchange& exchange, const Parts& parts) {
+    if (!parts.members.empty()) return parts.members;
+    std::vector<int> all(exchange.size());
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+
   // Work memory of the call, for its longest segment; the next segment begins when the one before is done.
   void allocate() {
     outgoing_memory_.resize(size_);
@@ -180,6 +196,10 @@ class StreamCall {
     if (parts_.output != nullptr && size_ > cuda::kBatch) {
       const uint64_t elements = segments_.elements(parts_.incoming[rank_], 0);
       accumulator_ = allocate(elements * sizeof(float));
+    }
+    if (parts_.output != nullptr && order_.size() > 1) {
+      const uint64_t elements = segments_.elements(parts_.incoming[rank_], 0);
+      for (size_t i = 0; i < order_.size(); i++) sums_of_hosts_.push_back(allocate(elements * sizeof(float)));
     }
     if (exchange_.options_.checksum) sums_ = allocate(2 * size_ * sizeof(uint64_t));
   }
@@ -250,14 +270,18 @@ class StreamCall {
       ticket.counters.messages++;
       ticket.counters.raw_bytes += elements * element_bytes(call_.dtype);
       ticket.counters.wire_bytes += segments_.static_size(part.elements, elements);
+      if (is_local(peer)) ticket.counters.local_bytes += segments_.static_size(part.elements, elements);
       if (coded) {
         ticket.counters.coded_messages++;
         ticket.counters.elements += elements;
       }
-      if (parts_.same && peer != shared_) continue;
+      if (parts_.same && peer != shared_) {
+        ticket.outgoing_peers[0].push_back(peer);
+        continue;
+      }
       const auto& memory = outgoing_memory_[peer];
       cuda::Outgoing message = {};
-      message.values = at_offset(part.data, k * segments_.elements(), call_.dtype);
+      message.values = parts_.source(peer, k, k * segments_.elements(), call_.dtype);
       message.elements = elements;
       message.statics = memory.statics.get();
       message.pool = memory.pool.get();
@@ -266,7 +290,7 @@ class StreamCall {
       message.scale = parts_.reduce.scale;
       message.plain = !coded;
       ticket.outgoing.push_back(message);
-      ticket.outgoing_peers.push_back(parts_.same ? -1 : peer);
+      ticket.outgoing_peers.push_back({peer});
     }
   }
 
@@ -275,15 +299,35 @@ class StreamCall {
     ticket.incoming_peers.clear();
     ticket.inputs.clear();
     ticket.reducing = {};
+    ticket.runs.clear();
+    ticket.sums.clear();
+    for (const auto& run : order_) {
+      const size_t before = ticket.inputs.size();
+      list_incoming(ticket, k, run);
+      if (order_.size() == 1 || parts_.output == nullptr || ticket.inputs.size() == before) continue;
+      ticket.sums.push_back(reinterpret_cast<float*>(sums_of_hosts_[ticket.runs.size()].get()));
+      ticket.runs.push_back(ticket.inputs.size() - before);
+    }
+    if (parts_.output != nullptr) {
+      ticket.reducing.reduction = parts_.reduce.reduction;
+      ticket.reducing.divisor = parts_.reduce.divisor;
+      ticket.reducing.elements = segments_.elements(parts_.incoming[rank_], k);
+      ticket.reducing.accumulator = reinterpret_cast<float*>(accumulator_.get());
+      ticket.reducing.output = at_offset(parts_.output, k * segments_.elements(), parts_.output_dtype);
+      ticket.reducing.output_dtype = parts_.output_dtype;
+    }
+  }
+
+  void list_incoming(Ticket& ticket, uint64_t k, const std::vector<int>& sources) {
     const uint64_t offset = k * segments_.elements();
     auto* sums = reinterpret_cast<uint64_t*>(sums_.get());
-    for (int source = 0; source < size_; source++) {
+    for (int source : sources) {
       const uint64_t part = parts_.incoming[source];
       cuda::Incoming message = {};
       message.elements = segments_.elements(part, k);
       if (message.elements == 0) continue;
       if (source == rank_) {
-        message.values = at_offset(parts_.outgoing[rank_].data, offset, call_.dtype);
+        message.values = parts_.source(rank_, k, offset, call_.dtype);
         message.scale = parts_.reduce.scale;
         ticket.inputs.push_back(message);
         continue;
@@ -297,14 +341,9 @@ class StreamCall {
       ticket.incoming.push_back(message);
       ticket.incoming_peers.push_back(source);
     }
-    if (parts_.output != nullptr) {
-      ticket.reducing.reduction = parts_.reduce.reduction;
-      ticket.reducing.divisor = parts_.reduce.divisor;
-      ticket.reducing.elements = segments_.elements(parts_.incoming[rank_], k);
-      ticket.reducing.accumulator = reinterpret_cast<float*>(accumulator_.get());
-      ticket.reducing.output = at_offset(parts_.output, offset, call_.dtype);
-    }
   }
+
+  bool is_local(int peer) const { return exchange_.hosts_.of(peer) == exchange_.hosts_.of(rank_); }
 
   // Bytes from one rank's message to the next in what is gathered.
   uint64_t gathered_size(uint64_t k) const {
@@ -339,7 +378,9 @@ class StreamCall {
  public:
   static void decode(const Ticket& ticket, cudaStream_t stream) {
     const DType dtype = ticket.progress->call.dtype;
-    if (ticket.reducing.output != nullptr) {
+    if (!ticket.runs.empty()) {
+      reduce_by_hosts(ticket, stream);
+    } else if (ticket.reducing.output != nullptr) {
       if (!ticket.inputs.empty()) cuda::reduce(ticket.inputs, dtype, ticket.reducing, ticket.findings, stream);
     } else if (!ticket.incoming.empty()) {
       cuda::decode(ticket.incoming, dtype, ticket.findings, stream);
@@ -347,6 +388,28 @@ class StreamCall {
   }
 
  private:
+  static void reduce_by_hosts(const Ticket& ticket, cudaStream_t stream) {
+    std::vector<cuda::Incoming> sums;
+    auto input = ticket.inputs.begin();
+    for (size_t i = 0; i < ticket.runs.size(); i++) {
+      cuda::Reducing reducing = ticket.reducing;
+      reducing.divisor = 1.0f;
+      reducing.output = ticket.sums[i];
+      reducing.output_dtype = DType::kFloat32;
+      reducing.first_message = static_cast<uint32_t>(input - ticket.inputs.begin());
+      cuda::reduce({input, input + ticket.runs[i]}, ticket.progress->call.dtype, reducing, ticket.findings, stream);
+      input += ticket.runs[i];
+      cuda::Incoming sum = {};
+      sum.values = ticket.sums[i];
+      sum.elements = ticket.reducing.elements;
+      sum.scale = 1.0f;
+      sums.push_back(sum);
+    }
+    cuda::Reducing reducing = ticket.reducing;
+    reducing.after_findings = true;
+    cuda::reduce(sums, DType::kFloat32, reducing, ticket.findings, stream);
+  }
+
   struct OutgoingMemory {
     std::shared_ptr<uint8_t> statics, pool, low;
   };
@@ -357,17 +420,23 @@ class StreamCall {
   const Parts& parts_;
   const int rank_;
   const int size_;
+  const std::vector<std::vector<int>> order_;
   const Segments segments_;
   bool gathers_;
   int shared_ = -1;  // the peer whose message serves all
   std::vector<OutgoingMemory> outgoing_memory_;
   std::vector<std::shared_ptr<uint8_t>> receives_;
   std::shared_ptr<uint8_t> gathered_, accumulator_, sums_;
+  std::vector<std::shared_ptr<uint8_t>> sums_of_hosts_;
 };
 
 void StreamExchange::run(const Call& call, const Parts& parts) {
   runs_++;
   StreamCall(*this, call, parts).run();
+}
+
+uint8_t* StreamExchange::stage(int index, uint64_t bytes) {
+  return (stages_[index] = memory_.allocate(round_up(bytes, kAlignment), stream_)).get();
 }
 
 // ---- The rest of the call, on the worker's thread
@@ -531,7 +600,7 @@ std::string StreamWorker::finish(Ticket& ticket) {
   counters.decode_seconds += seconds(ticket.exchanged, ticket.settled);
   for (size_t i = 0; i < ticket.outgoing.size(); i++) {
     const cuda::Sizes& sizes = ticket.outgoing_sizes[i];
-    const uint64_t peers = ticket.outgoing_peers[i] < 0 ? transport_->size() - 1 : 1;
+    const uint64_t peers = ticket.outgoing_peers[i].size();
     const uint64_t dynamic = beyond_inline(sizes.pool_bytes, ticket.outgoing[i].inline_bytes) + sizes.low_bytes;
     counters.escapes += peers * sizes.pool_bytes;
     counters.dynamic_bytes += peers * dynamic;
@@ -567,9 +636,8 @@ std::string StreamWorker::finish_dynamic(Ticket& ticket) {
     const cuda::Sizes& sizes = ticket.outgoing_sizes[i];
     const Range pool = {message.pool, beyond_inline(sizes.pool_bytes, message.inline_bytes)};
     const Range low = {message.low, sizes.low_bytes};
-    for (int peer = 0; peer < size; peer++) {
-      const bool goes = ticket.outgoing_peers[i] < 0 ? peer != transport_->rank() : peer == ticket.outgoing_peers[i];
-      if (!goes || message.plain) continue;
+    for (int peer : ticket.outgoing_peers[i]) {
+      if (message.plain) continue;
       pool_sends[peer] = pool;
       low_sends[peer] = low;
       pools = pools || pool.bytes != 0;

@@ -16,6 +16,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -107,17 +108,21 @@ class StreamExchange final : public Exchange {
  public:
   // `transport` is used on the calling thread. The current device must be the worker's, and `stream` on it.
   StreamExchange(StreamTransport& transport, StreamWorker& worker, StreamMemory& memory, const ExchangeOptions& options,
-                 cudaStream_t stream, std::chrono::milliseconds timeout, Finished finished)
-      : transport_(transport),
+                 const Hosts& hosts, cudaStream_t stream, std::chrono::milliseconds timeout, Finished finished)
+      : Exchange(options, hosts),
+        transport_(transport),
         worker_(worker),
         memory_(memory),
-        options_(options),
         stream_(stream),
         timeout_(timeout),
         finished_(std::move(finished)) {}
   int rank() const override { return transport_.rank(); }
   int size() const override { return transport_.size(); }
+  // Also from a call's own hooks.
   void run(const Call& call, const Parts& parts) override;
+  // As with NCCL, what calls do not agree about is not found.
+  void agree(const Call&, const Parts&) override {}
+  uint8_t* stage(int index, uint64_t bytes) override;
   // How often run() was called: as often is `finished`, unless it throws.
   int runs() const { return runs_; }
 
@@ -127,10 +132,10 @@ class StreamExchange final : public Exchange {
   StreamTransport& transport_;
   StreamWorker& worker_;
   StreamMemory& memory_;
-  const ExchangeOptions& options_;
   const cudaStream_t stream_;
   const std::chrono::milliseconds timeout_;
   const Finished finished_;
+  std::map<int, std::shared_ptr<uint8_t>> stages_;
 };
 
 }  // namespace zipccl

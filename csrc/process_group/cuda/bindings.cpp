@@ -91,8 +91,14 @@ at::Tensor reduce_tensors(const std::vector<Parts>& messages, at::Tensor output,
   for (const Parts& parts : messages) list.push_back(incoming(parts, output.numel()));
   at::Tensor accumulator;
   if (list.size() > cuda::kBatch) accumulator = at::empty({output.numel()}, output.options().dtype(at::kFloat));
-  const cuda::Reducing reducing = {Reduction::kSum, static_cast<float>(divisor), static_cast<uint64_t>(output.numel()),
-                                   accumulator.defined() ? accumulator.data_ptr<float>() : nullptr, output.data_ptr()};
+  const cuda::Reducing reducing = {Reduction::kSum,
+                                   static_cast<float>(divisor),
+                                   static_cast<uint64_t>(output.numel()),
+                                   accumulator.defined() ? accumulator.data_ptr<float>() : nullptr,
+                                   output.data_ptr(),
+                                   dtype,
+                                   0,
+                                   false};
   cuda::reduce(list, dtype, reducing, reinterpret_cast<cuda::Findings*>(findings.data_ptr<int>()),
                at::cuda::getCurrentCUDAStream());
   return findings;

@@ -262,8 +262,8 @@ class CudaCallsOnStreams final : public CudaCalls {
       const auto finished = [this, state](const Counters& counters, const std::string& error) {
         finish_run(*state, counters, error);
       };
-      StreamExchange exchange(*lane.transport, *lane.worker, memory_, group_.options, stream.stream(), call.timeout,
-                              finished);
+      StreamExchange exchange(*lane.transport, *lane.worker, memory_, group_.options, group_.hosts, stream.stream(),
+                              call.timeout, finished);
       for (size_t i = 0; i < call.jobs.size(); i++) {
         try {
           call.jobs[i](exchange, call.sequence + i);
