@@ -1,7 +1,7 @@
 """The collectives over Gloo, and over zipccl uncoded, coded and as it decides, on links of different rates.
 
     python benchmarks/collectives.py [--quick] [--worlds 2x1 4x1 2x4 1x2] [--links 1gbit 10gbit unlimited] [--sizes 16M]
-                                     [--collectives all-gather] [--seconds 2] [--json FILE] [--plot FILE]
+                                     [--collectives all-gather] [--ways raw zip] [--seconds 2] [--json FILE]
 
 Needs root and the package iproute2, for the virtual hosts of benchmarks/network. A world is hosts x ranks on each; with
 one host there are no links, and the ranks use loopback. Sizes are of a part: what one rank has for one other in a call.
@@ -41,7 +41,7 @@ import zipccl
 from zipccl.backend import backend_of
 
 # Also in a file, where a table would be cut at 80 columns.
-console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
 SIGMA = 0.02
 PERIOD = 4_194_301  # values that are drawn; a prime, so that no two segments or ranks have the same
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"]
@@ -49,7 +49,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20}
 WAYS = ("gloo", "raw", "zip", "hierarchical", "auto")
 ROUTES = {"native": "gloo"} | {way: way for way in WAYS[1:-1]}  # of zipccl.stats(), by what is measured here
 LEAST_SECONDS = 2e-3  # of what is timed at once; short calls are repeated
-LEAST_ROUNDS, MOST_ROUNDS = 5, 51
+LEAST_ROUNDS, MOST_ROUNDS = 5, 1001
 
 
 class Collective(NamedTuple):
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def best(self) -> str:
-        return min(self.predicted, key=lambda way: self.seconds[way])
+        return min(self.predicted.keys() & self.seconds.keys(), key=lambda way: self.seconds[way])
 
     def spreads(self, way: str) -> bool:
         """Whether a quarter of the rounds or more took much longer than another: the median says less then."""
@@ -183,7 +183,7 @@ class Case:
         return functools.reduce(torch.add, sums).to(self.dtype)
 
     def check(self, groups: dict[str, dist.ProcessGroup]) -> None:
-        expected = self.expected(backend_of(groups["raw"]).hosts)
+        expected = self.expected(backend_of(groups["auto"]).hosts)
         for way, group in groups.items():
             if self.kind == "all_reduce":
                 self.output.copy_(self.input)
@@ -202,29 +202,28 @@ class Case:
                 raise AssertionError(f"rank {self.rank}: {self.collective.name} over {way} has a wrong result")
 
 
-def timed(case: Case, group: dist.ProcessGroup, repeats: int, together: dist.ProcessGroup) -> float:
+def timed(case: Case, group: dist.ProcessGroup, repeats: int) -> float:
     """Seconds a call."""
-    dist.barrier(together)
+    dist.barrier()  # over a group of its own, as it wakes that group's threads
     begin = time.perf_counter()
     for _ in range(repeats):
         case.call(group)
     return (time.perf_counter() - begin) / repeats
 
 
-def of_slowest(seconds: list[list[float]], group: dist.ProcessGroup) -> list[list[float]]:
+def of_slowest(seconds: list[list[float]]) -> list[list[float]]:
     table = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
     return table.tolist()
 
 
 def measure(case: Case, groups: dict[str, dist.ProcessGroup], seconds: float) -> Result:
-    gloo = groups["gloo"]
     result = Result(case.collective.name, case.part * case.dtype.itemsize)
     case.check(groups)
 
     # All ranks know the same times, so that they agree on how often to call. The first calls may be slow.
-    tries = [[timed(case, group, 1, gloo) for _ in range(3)] for group in groups.values()]
-    estimates = [min(column) for column in of_slowest(tries, gloo)]
+    tries = [[timed(case, group, 1) for _ in range(3)] for group in groups.values()]
+    estimates = [min(column) for column in of_slowest(tries)]
     result.repeats = max(1, min(100, math.ceil(LEAST_SECONDS / max(estimates))))
     result.rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / (result.repeats * sum(estimates)))))
 
@@ -235,9 +234,9 @@ def measure(case: Case, groups: dict[str, dist.ProcessGroup], seconds: float) ->
     order = list(groups)
     for _ in range(result.rounds):
         for way in order:
-            times[way].append(timed(case, groups[way], result.repeats, gloo))
+            times[way].append(timed(case, groups[way], result.repeats))
         order = order[1:] + order[:1]
-    for way, column in zip(times, of_slowest(list(times.values()), gloo), strict=True):
+    for way, column in zip(times, of_slowest(list(times.values())), strict=True):
         result.seconds[way] = statistics.median(column)
         lower, _, upper = statistics.quantiles(column, n=4)
         result.quartiles[way] = (lower, upper)
@@ -265,9 +264,7 @@ def groups_of(options: dict[str, zipccl.Options]) -> dict[str, Any]:
 def work(arguments: argparse.Namespace) -> None:
     """What a rank does. Rank 0 writes one line of JSON for each result."""
     # The message size from which "auto" compresses is its own; the others show what is below it.
-    options = {way: zipccl.Options(mode=way, min_bytes=0) for way in ("raw", "zip")}
-    if arguments.hierarchy:
-        options["hierarchical"] = zipccl.Options(mode="hierarchical", min_bytes=0)
+    options = {way: zipccl.Options(mode=way, min_bytes=0) for way in WAYS[1:-1] if way in arguments.ways}
     groups = groups_of(options | {"auto": zipccl.Options(mode="auto")})
     with open(arguments.worker if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as file:
         for collective in arguments.collectives:
@@ -291,8 +288,8 @@ def run(hosts: int, ranks_per_host: int, rate: int | None, arguments: argparse.N
         results = Path(folder) / "results"
         command = [sys.executable, __file__, "--worker", str(results), "--seconds", str(arguments.seconds)]
         command += ["--sizes", *map(str, arguments.sizes)]
-        if hosts > 1 and ranks_per_host > 1:
-            command.append("--hierarchy")
+        ways = [way for way in arguments.ways if way != "hierarchical" or (hosts > 1 and ranks_per_host > 1)]
+        command += ["--ways", *ways]
         command += ["--collectives", *(collective.name for collective in arguments.collectives)]
         network.run(command, ranks_per_host)
         setting.results = [Result(**json.loads(line)) for line in results.read_text().splitlines()]
@@ -317,21 +314,21 @@ def result_table(setting: Setting) -> Table:
     ways = [way for way in WAYS if way in setting.results[0].seconds]
     times = [f"{way[:4]}\nms" for way in ways]
     hierarchical = "hierarchical" in ways
-    comparisons = [("raw", "gloo"), ("zip", "gloo"), ("auto", "gloo"), ("zip", "raw")]
-    comparisons += [("hierarchical", "gloo"), ("hierarchical", "zip")] if hierarchical else []
+    comparisons = [(way, "gloo") for way in ways[1:]] + [("zip", "raw"), ("hierarchical", "zip")]
+    comparisons = [(way, than) for way, than in comparisons if way in ways and than in ways]
     speeds = [f"{way[:4]} /\n{than}" for way, than in comparisons]
-    shares_of = ("gloo", "raw", "zip") if not hierarchical else ("zip", "hierarchical")
+    shares_of = [way for way in (("zip", "hierarchical") if hierarchical else ("gloo", "raw", "zip")) if way in ways]
     for column in ("part", *times, *speeds, "bound", "wire /\nraw", *(f"of TCP\n{way[:4]}" for way in shares_of)):
         table.add_column(column, justify="right")
     table.add_column("auto\ntook")
-    table.add_column("predicted\nby measured", justify="right")
+    table.add_column("predic-\nted", justify="right")
     for index, result in enumerate(setting.results):
         seconds, wire = result.seconds, result.wire_bytes.get("zip")
 
         faster = (f"{seconds[than] / seconds[way]:.2f}" for way, than in comparisons)
         shares = (setting.share(result, way) for way in shares_of)
         route = result.route if result.predicted else ""
-        missed = bool(route) and seconds[route] > 1.1 * seconds[result.best]
+        missed = route in seconds and seconds[route] > 1.1 * seconds[result.best]
         table.add_row(
             result.collective if index == 0 or setting.results[index - 1].collective != result.collective else "",
             size_name(result.part_bytes),
@@ -341,7 +338,7 @@ def result_table(setting: Setting) -> Table:
             f"{wire / result.raw_bytes:.3f}" if wire else "",
             *(f"{share:.0%}" if share is not None else "" for share in shares),
             f"[red]{route[:4]}, not {result.best[:4]}[/red]" if missed else route[:4],
-            " ".join(f"{way[:4]} {1 + result.error(way):.2f}" for way in result.predicted),
+            f"{result.error(route):+.0%}" if route in seconds else "",
             end_section=index + 1 < len(setting.results) and setting.results[index + 1].collective != result.collective,
         )
     return table
@@ -351,7 +348,7 @@ NOTES = """\
 part: what one rank has for one other. ~: the middle half of the rounds differs by more than a quarter. raw / gloo: how
 many times as fast as Gloo. bound: what zip could gain over raw if the link alone took time. wire / raw: bytes that zip
 sends. of TCP: bytes over time, as a share of what TCP gets from the link; for gloo, bytes that its result needs. auto
-took: the way that the switcher chose, in red where another was more than a tenth faster."""
+took: the way that the switcher chose, in red where another was more than a tenth faster; predicted: how far off."""
 
 
 def judge(settings: list[Setting]) -> str:
@@ -359,14 +356,14 @@ def judge(settings: list[Setting]) -> str:
     results = [result for setting in settings for result in setting.results if result.predicted]
     if not results:
         return "No call was long enough to be switched."
-    errors = [abs(result.error(way)) for result in results for way in result.predicted]
-    taken = [abs(result.error(result.route)) for result in results]
-    missed = sum(result.seconds[result.route] > 1.1 * result.seconds[result.best] for result in results)
+    errors = [abs(result.error(way)) for result in results for way in result.predicted if way in result.seconds]
+    taken = [abs(result.error(result.route)) for result in results if result.route in result.seconds]
+    missed = sum(result.seconds["auto"] > 1.1 * result.seconds[result.best] for result in results)
     return (
         f"Switcher: {sum(error <= 0.2 for error in taken)} of {len(taken)} predictions of the way taken and "
         f"{sum(error <= 0.2 for error in errors)} of {len(errors)} of all ways within 20 %, medians "
         f"{statistics.median(taken):.0%} and {statistics.median(errors):.0%} off; in {missed} of {len(results)} cases "
-        "another way was more than a tenth faster."
+        "another way was more than a tenth faster than what was taken."
     )
 
 
@@ -446,7 +443,9 @@ def parse() -> argparse.Namespace:
         "--plot", type=Path, metavar="FILE", default=Path("results/collectives.png"), help="default: %(default)s"
     )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--hierarchy", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--ways", choices=WAYS, nargs="+", default=WAYS, help="besides gloo and auto, which are always measured"
+    )
     arguments = parser.parse_args()
     quick = arguments.quick
     arguments.worlds = arguments.worlds or ([(2, 1)] if quick else [(2, 1), (4, 1), (2, 4), (1, 2)])

@@ -125,7 +125,7 @@ def train(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.N
             for way in groups.keys() - {"gloo"}:
                 zipccl.reset_stats(groups[way])
         for way in order:
-            dist.barrier(groups["gloo"])
+            dist.barrier()  # over a group of its own, as it wakes that group's threads
             begin = time.perf_counter()
             loss = trainings[way].step(index)
             results[way].seconds.append(time.perf_counter() - begin)

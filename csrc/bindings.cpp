@@ -112,6 +112,8 @@ py::dict as_dict(const ProfilePoint& point) {
   dict["device"] = point.kind.cuda ? "cuda" : "cpu";
   dict["part_bytes"] = point.bytes;
   dict["seconds"] = as_dict(point.measured.seconds);
+  dict["low"] = as_dict(point.measured.low);
+  dict["high"] = as_dict(point.measured.high);
   dict["ratio"] = point.measured.ratio;
   dict["encode_seconds"] = point.measured.encode_seconds;
   dict["decode_seconds"] = point.measured.decode_seconds;
@@ -127,8 +129,12 @@ ProfilePoint as_point(const py::dict& dict) {
   point.kind.dtype = dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
   point.kind.cuda = dict["device"].cast<std::string>() == "cuda";
   point.bytes = dict["part_bytes"].cast<uint64_t>();
-  for (const auto& [route, seconds] : dict["seconds"].cast<std::map<std::string, double>>()) {
-    point.measured.seconds[static_cast<int>(of_name(kAllRoutes, route, "route"))] = seconds;
+  for (const auto& [figure, seconds] :
+       {std::pair{"seconds", &point.measured.seconds}, std::pair{"low", &point.measured.low},
+        std::pair{"high", &point.measured.high}}) {
+    for (const auto& [route, value] : dict[figure].cast<std::map<std::string, double>>()) {
+      (*seconds)[static_cast<int>(of_name(kAllRoutes, route, "route"))] = value;
+    }
   }
   point.measured.ratio = dict["ratio"].cast<double>();
   point.measured.encode_seconds = dict["encode_seconds"].cast<double>();

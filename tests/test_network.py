@@ -54,8 +54,8 @@ def of_process(pid: int) -> list[str]:
     return [name for name in links.namespaces() if name.startswith(f"{links.PREFIX}{pid}-")]
 
 
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + SETTLE
+def until(condition, what: str, seconds: float = SETTLE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -159,6 +159,42 @@ else:
                 f"{received()[seen:]} Mbit/s with a limit of {rate}",
             )
         program.stop()
+
+
+@needs_network
+def test_the_switcher_follows_the_link(tmp_path):
+    """A link that becomes slower, and faster again, under a job: all ranks change their way, within 64 calls."""
+    job = """
+import sys, time, torch, torch.distributed as dist, zipccl
+dist.init_process_group("zipccl")
+rank, size, n = dist.get_rank(), dist.get_world_size(), 1 << 19
+sent = (torch.randn(size * n, generator=torch.Generator().manual_seed(rank)) * 0.02).bfloat16()
+output = torch.empty_like(sent)
+with open(f"{sys.argv[1]}{rank}", "w", 1) as file:
+    while True:
+        zipccl.reset_stats()
+        dist.all_to_all_single(output, sent)
+        (decision,) = zipccl.stats()["all_to_all"]["decisions"]
+        file.write(decision["route"] + "\\n")
+"""
+    files = [tmp_path / f"routes{rank}" for rank in range(2)]
+
+    def routes(rank: int = 0) -> list[str]:
+        return files[rank].read_text().split() if files[rank].exists() else []
+
+    with Network(hosts=2) as network:
+        network.set_rate("200mbit")
+        program = network.start([sys.executable, "-c", job, str(tmp_path / "routes")])
+        seen = 0
+        for rate, expected in (("200mbit", "zip"), (None, "native"), ("200mbit", "zip")):
+            network.set_rate(rate)
+            seen = len(routes())
+            until(lambda seen=seen: len(routes()) > seen + 64 + 2, "no calls", 60)
+            changed = routes()[seen:]
+            assert expected in changed[:66] and set(changed[66:]) <= {expected}, (rate, changed)
+        program.stop()
+    calls = min(len(routes(0)), len(routes(1)))
+    assert routes(0)[:calls] == routes(1)[:calls]
 
 
 @needs_network

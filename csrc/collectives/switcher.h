@@ -28,10 +28,13 @@ struct CallKind {
 
 // Seconds of a call by route; negative: the route is not there.
 using RouteSeconds = std::array<double, kRoutes>;
+constexpr RouteSeconds kNoSeconds = {-1, -1, -1, -1};
 
 // What was measured at one size, and agreed: the slowest rank's figures.
 struct Measured {
-  RouteSeconds seconds = {-1, -1, -1, -1};
+  RouteSeconds seconds = kNoSeconds;  // the median, and between what it would be if measured again
+  RouteSeconds low = kNoSeconds;
+  RouteSeconds high = kNoSeconds;
   // Of the coded exchange: bytes on the wire by raw bytes, and what one rank spent on the codec.
   double ratio = 1;
   double encode_seconds = 0;
@@ -40,7 +43,7 @@ struct Measured {
 
 struct Choice {
   Route route = Route::kNative;
-  RouteSeconds predicted;
+  RouteSeconds predicted = kNoSeconds;
 };
 
 class Switcher {
@@ -49,8 +52,9 @@ class Switcher {
   std::optional<uint64_t> next(const CallKind& kind, uint64_t bytes) const;
   void add(const CallKind& kind, uint64_t bytes, const Measured& measured) { curves_[kind][bytes] = measured; }
   // Linear between the measured sizes, and beyond the largest two; next() has returned none.
-  RouteSeconds predict(const CallKind& kind, uint64_t bytes) const;
-  // The fastest route; the native one, if there is, unless another is faster by a margin that measurements do not blur.
+  RouteSeconds predict(const CallKind& kind, uint64_t bytes,
+                       RouteSeconds Measured::* figure = &Measured::seconds) const;
+  // The fastest route; the native one, if there is, unless another is faster by a margin and beyond doubt.
   Choice choose(const CallKind& kind, uint64_t bytes, bool native) const;
   // The measured size, not above `bytes` if there is one, at which a change of the link is looked for.
   uint64_t probe(const CallKind& kind, uint64_t bytes) const;

@@ -484,7 +484,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
   check_device(kName, {output, input});
   check_same_dtype(kName, {output}, input);
   check_contiguous(kName, output);
-  const auto split = [&](const char* side, const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+  const auto checked = [&](const char* side, const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
     TORCH_CHECK_VALUE(tensor.dim() > 0, "zipccl ", kName, ": the ", side, " tensor has no dimension to split");
     const int64_t rows = tensor.size(0);
     std::vector<int64_t> rows_of = sizes;
@@ -500,11 +500,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
     const int64_t sum = std::accumulate(rows_of.begin(), rows_of.end(), int64_t{0});
     TORCH_CHECK_VALUE(sum == rows, "zipccl ", kName, ": the ", side, " split sizes ", rows_of, " sum to ", sum,
                       ", but the tensor's dimension 0 is ", rows);
-    return tensor.split_with_sizes(rows_of);
+    return rows_of;
   };
-  const Tensors outputs = split("output", output, output_splits);
   at::Tensor source = dense(input);
-  const Tensors inputs = split("input", source, input_splits);
+  const auto output_rows = checked("output", output, output_splits);
+  const auto input_rows = checked("input", source, input_splits);
   const bool cuda = input.is_cuda(), native = cuda || gloo_knows(input.scalar_type());
   // As all c10d calls, one with split sizes is one on all ranks.
   const bool equal = output_splits.empty() && input_splits.empty();
@@ -521,7 +521,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::alltoall_base(at::Tensor& out
     count_native(kName);
     return coalesced(call(*plain_));
   }
-  return all_to_all(outputs, inputs, {output}, {source}, OpType::ALLTOALL_BASE, route, options);
+  return all_to_all(output.split_with_sizes(output_rows), source.split_with_sizes(input_rows), {output}, {source},
+                    OpType::ALLTOALL_BASE, route, options);
 }
 
 // On CPU tensors always over our exchange: Gloo's list form refuses different shapes, which no rank can see of the

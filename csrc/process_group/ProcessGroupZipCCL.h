@@ -31,7 +31,7 @@ struct Decision {
   Route route = {};
   const char* reason = "";
   uint64_t calls = 0;
-  RouteSeconds predicted = {-1, -1, -1, -1};
+  RouteSeconds predicted = kNoSeconds;
 };
 
 struct CollectiveStats {
@@ -157,7 +157,9 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void learn(const CallKind& kind, uint64_t bytes, const at::Tensor& sample);
   void review(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, Route route);
   void agree_to_measure(const CallKind& kind, uint64_t bytes);
-  Measured measure(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, const std::vector<Route>& routes);
+  // `once`: no more than one call of each.
+  Measured measure(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, const std::vector<Route>& routes,
+                   bool once = false);
   WorkPtr measured_call(Collective collective, Route route, at::Tensor& output, at::Tensor& input);
   Route decided(Collective collective, const Sizes& sizes, const Choice& choice, const char* reason);
 

@@ -61,7 +61,9 @@ struct ZipCCLOptions final : c10d::Backend::Options {
     all << std::hexfloat;
     for (const auto& [layout, kind, bytes, measured] : profile) {
       all << layout << ' ' << name(kind.collective) << ' ' << static_cast<int>(kind.dtype) << kind.cuda << ' ' << bytes;
-      for (double value : measured.seconds) all << ' ' << value;
+      for (const auto* figures : {&measured.seconds, &measured.low, &measured.high}) {
+        for (double value : *figures) all << ' ' << value;
+      }
     }
     for (char byte : all.str()) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
     std::ostringstream text;

@@ -2,6 +2,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "process_group/ProcessGroupZipCCL.h"
 
@@ -17,14 +18,16 @@ constexpr uint64_t kReviewCalls = 64;
 constexpr uint64_t kSplitsReviewCalls = 1024;
 constexpr uint64_t kSplitsBytes = 1 << 20;
 
-// Repetitions of what takes so long. Short calls vary more.
+// Of calls that take so long: how many one behind the other are timed at once, and how often that is repeated. Short
+// ones vary more.
+int in_a_row(double seconds) { return std::clamp(static_cast<int>(std::ceil(2e-3 / seconds)), 1, 10); }
 int repetitions(double seconds) {
-  return seconds > 0.2 ? 1 : seconds > 0.05 ? 2 : seconds > 0.005 ? 3 : seconds > 0.001 ? 5 : 9;
+  return seconds > 0.2 ? 1 : std::clamp(static_cast<int>(0.1 / (seconds * in_a_row(seconds))), 2, 15);
 }
 
-double median(std::vector<double> values) {
+double quantile(std::vector<double> values, double which) {
   std::sort(values.begin(), values.end());
-  return values[(values.size() - 1) / 2];
+  return values[static_cast<size_t>(std::lround(which * static_cast<double>(values.size() - 1)))];
 }
 
 }  // namespace
@@ -37,7 +40,7 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const at::Tensor& tens
 }
 
 Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bool exchange, bool native) {
-  const Choice uncoded{native ? Route::kNative : Route::kRaw, {-1, -1, -1, -1}};
+  const Choice uncoded{native ? Route::kNative : Route::kRaw};
   if (!sizes.sample.defined()) return uncoded.route;
   if (!exchange)
     return decided(collective, sizes, uncoded, "not what can be coded: the dtype, the operation or the stream");
@@ -45,7 +48,7 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bo
   if (sizes.largest < options_->exchange.min_bytes)
     return decided(collective, sizes, uncoded, "smaller than min_bytes");
   if (!options_->mode) return switched(collective, sizes, native, kReviewCalls);
-  Choice choice{*options_->mode, {-1, -1, -1, -1}};
+  Choice choice{*options_->mode};
   if (choice.route == Route::kHierarchical && (!hosts_.hierarchical() || collective == Collective::kAllToAll)) {
     choice.route = Route::kZip;
     return decided(collective, sizes, choice, "mode='hierarchical', but there is no hierarchy for this call");
@@ -71,7 +74,7 @@ Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bo
   if (coalescing_) {
     // The wrapped backend may be in the middle of a group of calls.
     if (switcher_.next(kind, sizes.total)) {
-      return decided(collective, sizes, {Route::kZip, {-1, -1, -1, -1}}, "not measured: calls are being coalesced");
+      return decided(collective, sizes, {Route::kZip}, "not measured: calls are being coalesced");
     }
   } else {
     learn(kind, sizes.total, sizes.sample);
@@ -128,8 +131,8 @@ void ProcessGroupZipCCL::review(const CallKind& kind, uint64_t bytes, const at::
   const uint64_t probe = switcher_.probe(kind, bytes);
   const double expected = switcher_.predict(kind, probe)[static_cast<int>(route)];
   agree_to_measure(kind, bytes);
-  for (int i = 0; i < 2; i++) {  // twice, as anything may come between
-    const double now = measure(kind, probe, sample, {route}).seconds[static_cast<int>(route)];
+  for (int i = 0; i < 3; i++) {  // again, as anything may come between
+    const double now = measure(kind, probe, sample, {route}, /*once=*/true).seconds[static_cast<int>(route)];
     if (!Switcher::changed(now, expected)) return;
   }
   {
@@ -160,7 +163,7 @@ void ProcessGroupZipCCL::agree_to_measure(const CallKind& kind, uint64_t bytes) 
 }
 
 Measured ProcessGroupZipCCL::measure(const CallKind& kind, uint64_t bytes, const at::Tensor& sample,
-                                     const std::vector<Route>& routes) {
+                                     const std::vector<Route>& routes, bool once) {
   const int64_t part = static_cast<int64_t>(bytes / element_bytes(kind.dtype));
   const int64_t parts_in = kind.collective == Collective::kAllGather ? 1 : size_;
   const int64_t parts_out = kind.collective == Collective::kReduceScatter ? 1 : size_;
@@ -191,34 +194,39 @@ Measured ProcessGroupZipCCL::measure(const CallKind& kind, uint64_t bytes, const
     const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
     device.synchronizeStream(device.getStream(input.device()));
   };
-  const auto timed = [&](Route route) {
+  const auto timed = [&](Route route, int calls) {
     if (kind.collective == Collective::kAllReduce) output.copy_(input);  // sums must not grow
     synchronise();
     plain_->barrier(c10d::BarrierOptions())->wait();
     const auto start = Clock::now();
-    measured_call(kind.collective, route, output, input)->wait();
+    for (int i = 0; i < calls; i++) measured_call(kind.collective, route, output, input)->wait();
     synchronise();
-    return std::chrono::duration<double>(Clock::now() - start).count();
+    return std::chrono::duration<double>(Clock::now() - start).count() / calls;
   };
 
   std::vector<double> first;
-  for (Route route : routes) first.push_back(timed(route));
+  for (Route route : routes) first.push_back(timed(route, 1));
   first = agreed(first);
-  const int repeats = repetitions(*std::max_element(first.begin(), first.end()));
-  std::vector<double> times;  // the routes take turns
   Measured measured;
+  if (once) {
+    for (size_t r = 0; r < routes.size(); r++) measured.seconds[static_cast<int>(routes[r])] = first[r];
+    return measured;
+  }
+  const double longest = *std::max_element(first.begin(), first.end());
+  const int calls = in_a_row(longest), repeats = repetitions(longest);
+  std::vector<double> times;  // the routes take turns
   for (int i = 0; i < repeats; i++) {
     for (Route route : routes) {
       {
         std::lock_guard<std::mutex> lock(stats_mutex_);
         measured_ = {};
       }
-      times.push_back(timed(route));
+      times.push_back(timed(route, calls));
       if (route != Route::kZip) continue;
       waitForPendingWorks();
       std::lock_guard<std::mutex> lock(stats_mutex_);
-      measured.encode_seconds = measured_.encode_seconds;
-      measured.decode_seconds = measured_.decode_seconds;
+      measured.encode_seconds = measured_.encode_seconds / calls;
+      measured.decode_seconds = measured_.decode_seconds / calls;
       measured.ratio = static_cast<double>(measured_.wire_bytes) / static_cast<double>(measured_.raw_bytes);
     }
   }
@@ -227,7 +235,12 @@ Measured ProcessGroupZipCCL::measure(const CallKind& kind, uint64_t bytes, const
   for (size_t r = 0; r < routes.size(); r++) {
     std::vector<double> of_route;
     for (int i = 0; i < repeats; i++) of_route.push_back(times[i * routes.size() + r]);
-    measured.seconds[static_cast<int>(routes[r])] = median(of_route);
+    const int route = static_cast<int>(routes[r]);
+    const double middle = quantile(of_route, 0.5), spread = quantile(of_route, 0.75) - quantile(of_route, 0.25);
+    const double doubt = 1.5 * spread / std::sqrt(repeats);
+    measured.seconds[route] = middle;
+    measured.low[route] = std::max(middle - doubt, 0.0);
+    measured.high[route] = middle + doubt;
   }
   const size_t end = repeats * routes.size();
   measured.ratio = times[end];
