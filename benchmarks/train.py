@@ -1,4 +1,4 @@
-"""Training steps of a transformer over Gloo, and over zipccl uncoded and coded, on a link of limited rate.
+"""Training steps of a transformer over Gloo, and over zipccl uncoded, coded and as it decides, on links of one rate.
 
     python benchmarks/train.py [--hosts 2] [--link 1gbit] [--width 1024] [--blocks 4] [--tokens 32] [--rounds 7]
                                [--json FILE]
@@ -40,7 +40,7 @@ import zipccl
 
 VOCABULARY = 2048
 WARM_UP = 2  # steps; DDP builds its buckets in the first
-WAYS = ("gloo", "raw", "zip")
+WAYS = ("gloo", "raw", "zip", "auto")
 
 
 @dataclass
@@ -131,7 +131,7 @@ def train(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.N
             results[way].seconds.append(time.perf_counter() - begin)
             results[way].losses.append(loss)
         order = order[1:] + order[:1]
-    slowest = of_slowest([result.seconds for result in results.values()], groups["gloo"])
+    slowest = of_slowest([result.seconds for result in results.values()])
     for result, seconds in zip(results.values(), slowest, strict=True):
         result.seconds = seconds
     for way in groups.keys() - {"gloo"}:

@@ -22,8 +22,8 @@ struct Hello {
   uint8_t operation = 0;
   uint8_t coded = 0;
   uint8_t phase = 0;
-  uint8_t reserved0 = 0;
-  uint32_t reserved1 = 0;
+  Route route = {};
+  uint32_t reserved = 0;
   uint64_t sequence = 0;
   uint64_t sends = 0;    // elements for the receiver of this hello
   uint64_t expects = 0;  // elements from it. With both, the two ends always find the same verdict.
@@ -44,6 +44,7 @@ std::string describe(const Hello& hello) {
     text += ", ReduceOp " + std::to_string(hello.operation);
   }
   if (hello.phase == kFailedPhase) text += ", but without its part of the result, as it failed";
+  if (hello.route == Route::kHierarchical) text += ", over the hierarchy of hosts";
   return text + (hello.coded ? ", coded" : ", plain") + " in segments of " + std::to_string(hello.segment_elements);
 }
 
@@ -156,6 +157,7 @@ class HostCall {
     hello.dtype = call_.dtype;
     hello.operation = call_.operation;
     hello.phase = call_.phase;
+    hello.route = call_.route;
     hello.coded = segments_.coded(sends);
     hello.sequence = call_.sequence;
     hello.sends = sends;

@@ -14,8 +14,9 @@ using c10d::OpType;
 
 // After so many calls of a kind, one measurement tells whether the link is what it was.
 constexpr uint64_t kReviewCalls = 64;
-// Of calls whose sizes are not known to all ranks and may be small, and the size that the choice for them is made for.
-constexpr uint64_t kSplitsReviewCalls = 1024;
+// Of CUDA calls, for which the host does not wait else, and of those whose sizes are not known to all and may be small.
+constexpr uint64_t kRareReviewCalls = 1024;
+// The size that the choice for such calls is made for.
 constexpr uint64_t kSplitsBytes = 1 << 20;
 
 // Of calls that take so long: how many one behind the other are timed at once, and how often that is repeated. Short
@@ -47,7 +48,9 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bo
   if (options_->mode == Route::kNative) return decided(collective, sizes, uncoded, "mode='native'");
   if (sizes.largest < options_->exchange.min_bytes)
     return decided(collective, sizes, uncoded, "smaller than min_bytes");
-  if (!options_->mode) return switched(collective, sizes, native, kReviewCalls);
+  if (!options_->mode) {
+    return switched(collective, sizes, native, sizes.sample.is_cuda() ? kRareReviewCalls : kReviewCalls);
+  }
   Choice choice{*options_->mode};
   if (choice.route == Route::kHierarchical && (!hosts_.hierarchical() || collective == Collective::kAllToAll)) {
     choice.route = Route::kZip;
@@ -66,7 +69,7 @@ Route ProcessGroupZipCCL::route_of_splits(const at::Tensor& tensor, bool native)
   }
   Sizes sizes;
   sizes.add(tensor, kSplitsBytes);
-  return switched(kAllToAll, sizes, /*native=*/false, kSplitsReviewCalls);
+  return switched(kAllToAll, sizes, /*native=*/false, kRareReviewCalls);
 }
 
 Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bool native, uint64_t review_calls) {

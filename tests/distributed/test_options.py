@@ -337,7 +337,11 @@ def test_min_bytes_is_the_line(rank: int, world_size: int) -> None:
                 zipccl.reset_stats(g)
                 out = torch.empty(2 * n, dtype=BF16)
                 dist.all_gather_into_tensor(out, data("bf16_gauss", n, rank), group=g)
-                assert zipccl.stats(g)["all_gather"]["zipped"] == zipped, (mode, n)
+                entry = zipccl.stats(g)["all_gather"]
+                if mode == "zip":
+                    assert entry["zipped"] == zipped, n
+                (decision,) = entry["decisions"]  # in auto mode, what is measured says whether
+                assert (decision["reason"] == "smaller than min_bytes") == (not zipped), (mode, n, decision)
 
 
 @ranks(2)

@@ -351,7 +351,8 @@ bool same_but_for_nans(const uint8_t* got, const std::vector<uint8_t>& wanted, D
 }
 
 // Ranks' contributions of one size, one of them the own values, in rank order.
-void reduce(const std::vector<Case>& cases, size_t own, Reduction reduction, float divisor, bool in_place) {
+void reduce(const std::vector<Case>& cases, size_t own, Reduction reduction, float divisor, bool in_place,
+            DType output_dtype) {
   Batch batch;
   const uint64_t elements = cases[0].elements;
   const DType dtype = cases[0].dtype;
@@ -368,13 +369,13 @@ void reduce(const std::vector<Case>& cases, size_t own, Reduction reduction, flo
       encode_on_cpu(sent);
     }
   }
-  std::vector<uint8_t> wanted(batch[0]->bytes());
-  finish(accumulator.data(), elements, divisor, dtype, wanted.data());
-  auto output = buffer(batch[0]->bytes(), cases[0].offset * element_bytes(dtype));
+  std::vector<uint8_t> wanted(elements * element_bytes(output_dtype));
+  finish(accumulator.data(), elements, divisor, output_dtype, wanted.data());
+  auto output = buffer(wanted.size(), cases[0].offset * element_bytes(output_dtype));
   auto spilled = buffer(cases.size() > cuda::kBatch ? elements * sizeof(float) : 0);
   uint8_t* target = in_place ? batch[own]->input->data() : output->data();
-  const cuda::Reducing reducing = {reduction, divisor, elements, reinterpret_cast<float*>(spilled->data()),
-                                   target,    dtype,   0,        false};
+  const cuda::Reducing reducing = {reduction, divisor,      elements, reinterpret_cast<float*>(spilled->data()),
+                                   target,    output_dtype, 0,        false};
   Found findings;
   cuda::reduce(incoming_of(batch), dtype, reducing, findings.get(), 0);
   synchronise();
@@ -398,7 +399,7 @@ void reduce(const std::vector<Case>& cases, size_t own, Reduction reduction, flo
     synchronise();
   }
   expect(findings.get()->fault == 0 && findings.get()->deferred == 0, "fault");
-  expect(same_but_for_nans(target, wanted, dtype), "other values");
+  expect(same_but_for_nans(target, wanted, output_dtype), "other values");
 }
 
 // What the damage at a byte of a message header must be called; kNone: that depends on the values.
@@ -496,7 +497,8 @@ void lie(const char* name, uint64_t elements, uint32_t escapes, uint64_t inline_
     Found findings;
     if (reducing) {
       cuda::reduce({sent->incoming, sent->incoming}, what.dtype,
-                   {Reduction::kSum, 2, elements, nullptr, sent->output->data()}, findings.get(), 0);
+                   {Reduction::kSum, 2, elements, nullptr, sent->output->data(), what.dtype, 0, false}, findings.get(),
+                   0);
     } else {
       cuda::decode({sent->incoming}, what.dtype, findings.get(), 0);
     }
@@ -652,7 +654,9 @@ int main(int argc, char** argv) {
             cases.push_back(what);
           }
           for (size_t own : {size_t{0}, size_t{1}, size_t{3}}) {
-            reduce(cases, own, reduction, own == 0 ? 4.0f : 3.0f, own == 1);
+            // Sums of one host's ranks are in fp32 whatever the values, and the sum of those is as the values.
+            const DType other = dtype == DType::kFloat32 ? DType::kBFloat16 : DType::kFloat32;
+            reduce(cases, own, reduction, own == 0 ? 4.0f : 3.0f, own == 1, own == 3 ? other : dtype);
           }
         }
       }
@@ -671,7 +675,7 @@ int main(int argc, char** argv) {
            std::vector<Case> cases(cuda::kBatch + 3, Case{"normal", 2000, DType::kBFloat16});
            for (Case& what : cases) what.inline_bytes = 256;
            cases[5].kind = kind;
-           reduce(cases, 1, Reduction::kSum, 35.0f, true);
+           reduce(cases, 1, Reduction::kSum, 35.0f, true, DType::kBFloat16);
          }
        }},
       {"corrupt",

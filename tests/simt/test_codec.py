@@ -155,7 +155,7 @@ FAULTS = {
         "count == kSubBlockElements && ",
         "",
         {"address": ["reduce-small"]},
-        "static_cast<uint8_t*>(reducing.output) + offset;",
+        "static_cast<uint8_t*>(reducing.output) +",
     ),
     "low halves behind the end of a chunk": Fault("if (offset < slot) ", "", {"address": SMALL_OUT}),
     "accumulators behind the end of a chunk": Fault(
@@ -180,7 +180,7 @@ FAULTS = {
         " && is_aligned(values, 4 * element_bytes(dtype))", "", {"address": ["reduce-small"]}
     ),
     "results of any alignment": Fault(
-        "is_aligned(output, 4 * element_bytes(dtype))", "true", {"address": ["reduce-small"]}
+        "is_aligned(output, 4 * element_bytes(output_dtype))", "true", {"address": ["reduce-small"]}
     ),
     # Divergence.
     "shuffle by some lanes": Fault(
@@ -254,7 +254,7 @@ FAULTS = {
     ),
     "NaN is no minimum": Fault(" || value != value", "", {"plain": ["reduce-small", "reduce-large"]}),
     "reduced after a launch that failed": Fault(
-        "if (batch.first != 0 && (batch.findings->deferred | batch.findings->fault) != 0) return;",
+        "if (follows && (batch.findings->deferred | batch.findings->fault) != 0) return;",
         "",
         {"plain": ["reduce-many"]},
     ),

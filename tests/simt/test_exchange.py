@@ -67,6 +67,7 @@ RELEASE_RECEIVED = "    gathered_.reset();\n    receives_.assign(size_, nullptr)
 FREE_DYNAMIC = "[this](void* data) { cudaFreeAsync(data, stream_); }"
 FAILED = "      ticket.release();  // see Ticket\n    }\n    in_flight_--"
 THROWN = "      ticket.release();  // see Ticket\n      throw"
+ALL_PEERS = "ticket.outgoing_peers.push_back({peer, (peer + 1) % size_});"
 FINISH = "    error = finish_dynamic(ticket);"
 
 BUGS = {
@@ -129,6 +130,16 @@ BUGS = {
         "other-streams",
         *(STUCK, "gate"),
         *("cudaMemsetAsync(flag, 0, sizeof(uint32_t), setup)", "cudaMemset(flag, 0, sizeof(uint32_t))"),
+    ),
+    # Hosts.
+    "the last sum is written before it is whole": Bug(
+        "plain", "hosts", WRONG, "other values", "reducing.after_findings = true;", ""
+    ),
+    "every host has the first one's sum": Bug(
+        "plain", "hosts", WRONG, "other values", "sum.values = ticket.sums[i];", "sum.values = ticket.sums[0];"
+    ),
+    "all take part in what is of some": Bug(
+        "plain", "hosts", (WRONG, STUCK), ".", "ticket.outgoing_peers.push_back({peer});", ALL_PEERS
     ),
     "after a fault nothing is exchanged": Bug(
         "plain", "corrupt", STUCK, "workers' transport", FINISH, "if (ticket.report->findings.fault == 0) " + FINISH
