@@ -200,7 +200,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
                       list.size());
   }
   std::vector<Tensors> of_input(inputs.size());  // the outputs by input, not by rank
-  bool native = same_dtype(inputs), possible = true;
+  bool native = same_dtype(inputs);
   Sizes sizes;
   for (size_t i = 0; i < inputs.size(); i++) {
     for (const auto& list : outputs) of_input[i].push_back(list[i]);
@@ -209,12 +209,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_coalesced(std::vect
     check_same_dtype(kName, of_input[i], inputs[i]);
     TORCH_CHECK_VALUE(of_input[i][rank_].numel() == inputs[i].numel(), "zipccl ", kName, ": the output for input ", i,
                       " of this rank has ", of_input[i][rank_].numel(), " elements, the input ", inputs[i].numel());
-    sizes.add(inputs[i], largest(of_input[i]));
-    possible = possible && exchangeable(inputs[i]);
+    sizes.add(inputs[i], largest(of_input[i]), exchangeable(inputs[i]));
     native = native && same_sizes(of_input[i]) && gloo_knows(inputs[i].scalar_type());
   }
   const bool cuda = on_cuda(inputs);
-  const Route route = route_of(Collective::kAllGather, sizes, possible, cuda || native);
+  const Route route = route_of(Collective::kAllGather, sizes, cuda ? sizes.all : sizes.any, cuda || native);
   if (route == Route::kNative && cuda) {
     return hand_on_cuda(kName, [&](auto& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
   }
@@ -236,7 +235,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "zipccl ", kName, ": expects as many outputs as inputs, got ",
                     outputs.size(), " and ", inputs.size());
   bool native = same_dtype(inputs);  // Gloo would mix up their bytes
-  bool possible = true;
   Sizes sizes;
   for (size_t i = 0; i < inputs.size(); i++) {
     check_device(kName, {outputs[i], inputs[i]});
@@ -244,12 +242,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
     check_contiguous(kName, outputs[i]);
     TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "zipccl ", kName, ": output ", i, " has ",
                       outputs[i].numel(), " elements, but ", size_, " inputs of ", inputs[i].numel(), " go into it");
-    sizes.add(inputs[i], inputs[i].nbytes());
-    possible = possible && exchangeable(inputs[i]);
+    sizes.add(inputs[i], inputs[i].nbytes(), exchangeable(inputs[i]));
     native = native && gloo_knows(inputs[i].scalar_type());
   }
   const bool one = outputs.size() == 1, cuda = on_cuda(inputs);
-  const Route route = route_of(Collective::kAllGather, sizes, possible, cuda || native);
+  const Route route = route_of(Collective::kAllGather, sizes, cuda ? sizes.all : sizes.any, cuda || native);
   if (route == Route::kNative && cuda) {
     return hand_on_cuda(kName, [&](auto& backend) {
       return one ? backend._allgather_base(outputs[0], inputs[0], options)
@@ -267,8 +264,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::allgather_into_tensor_coalesc
     return with_result(gather(flat_outputs, flat_inputs), outputs);
   }
   std::vector<Job> jobs;
-  for (size_t i = 0; i < inputs.size(); i++)
+  for (size_t i = 0; i < inputs.size(); i++) {
     jobs.push_back(all_gather_job(route, chunks(outputs[i], size_), inputs[i]));
+  }
   return submit_exchange(Collective::kAllGather, one ? OpType::_ALLGATHER_BASE : OpType::COALESCED, inputs, outputs,
                          options.timeout, options.asyncOp, std::move(jobs));
 }

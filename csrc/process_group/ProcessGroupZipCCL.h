@@ -135,15 +135,21 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  // What a rank has for another in a call.
+  // What a rank has for another in a call of one or more tensors.
   struct Sizes {
-    at::Tensor sample;  // the input with the largest part
+    at::Tensor sample;  // the input with the largest part; of those that may go over our exchange, if any may
     uint64_t largest = 0;
     uint64_t total = 0;
-    void add(const at::Tensor& tensor, uint64_t part_bytes) {
-      if (!sample.defined() || part_bytes > largest) sample = tensor;
-      largest = std::max(largest, part_bytes);
+    bool any = false;  // may
+    bool all = true;
+    void add(const at::Tensor& tensor, uint64_t part_bytes, bool exchangeable = true) {
+      if (!sample.defined() || (exchangeable && (!any || part_bytes > largest))) {
+        sample = tensor;
+        largest = part_bytes;
+      }
       total += part_bytes;
+      any = any || exchangeable;
+      all = all && exchangeable;
     }
   };
 

@@ -73,6 +73,9 @@ Route ProcessGroupZipCCL::route_of_splits(const at::Tensor& tensor, bool native)
 }
 
 Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bool native, uint64_t review_calls) {
+  if (size_ == 1) {
+    return decided(collective, sizes, {native ? Route::kNative : Route::kRaw}, "the rank is alone in its group");
+  }
   const CallKind kind{collective, dtype_of(sizes.sample), sizes.sample.is_cuda()};
   if (coalescing_) {
     // The wrapped backend may be in the middle of a group of calls.

@@ -167,6 +167,37 @@ def test_coalesced_calls_are_measured_only_where_nothing_is_in_the_way(rank: int
         assert same_on_all(decisions(g, "all_gather"), world_size)
 
 
+@ranks(2)
+@pytest.mark.parametrize("mode", ["zip", "auto"])
+def test_what_cannot_be_coded_does_not_hold_up_what_can(rank: int, world_size: int, mode: str) -> None:
+    """In one coalesced call, beside it."""
+    n = 100_000
+    with fresh_group(mode=mode) as g:
+        inputs = [torch.arange(n) + rank, data("bf16_gauss", n, rank), torch.arange(5) * rank]
+        outs = [torch.empty(2 * x.numel(), dtype=x.dtype) for x in inputs]
+        with dist._coalescing_manager(group=g):
+            for out, x in zip(outs, inputs, strict=True):
+                dist.all_gather_into_tensor(out, x, group=g)
+        want = [torch.arange(n), data("bf16_gauss", n, 0), torch.arange(5) * 0]
+        also = [torch.arange(n) + 1, data("bf16_gauss", n, 1), torch.arange(5)]
+        for out, first, second in zip(outs, want, also, strict=True):
+            assert_bits(out, torch.cat([first, second]))
+        entry = zipccl.stats(g)["all_gather"]
+        assert (entry["calls"], entry["native"]) == (1, 0)
+        if mode == "zip":
+            assert (entry["zipped"], entry["elements"]) == (1, n)
+
+
+@ranks(1)
+def test_alone_there_is_nothing_to_measure(rank: int, world_size: int) -> None:
+    with fresh_group() as g:
+        for collective in COLLECTIVES:
+            call(collective, 100_000, rank, world_size, g)
+            (decision,) = decisions(g, collective)
+            assert decision["route"] == "native" and "alone" in decision["reason"]
+        assert backend_of(g).profile() == []
+
+
 def other_collective(rank: int, world_size: int, store: dist.Store) -> str:
     init(rank, world_size, store, timeout=6)
     try:
