@@ -167,6 +167,10 @@ def train(rank: int, backend: str, steps: int, rendezvous: str, reporter: Connec
             reporter.send(("end", run))
     finally:
         dist.destroy_process_group()
+    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL while it goes ends the process in error,
+    # once in some hundred runs.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def run_backend(backend: str, steps: int, console: Console) -> Run:

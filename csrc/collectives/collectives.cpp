@@ -102,10 +102,11 @@ void reduce_scatter_by_hosts(Exchange& exchange, const Call& call, const Parts& 
                                     round_up(between.longest, kAlignment));
   const uint64_t segment_bytes = segment * element_bytes(between_call.dtype);
   between.stage_elements = segment;
+  between.stages = exchange.segments_in_flight();
   std::vector<uint8_t*> sums;
   for (int host = 0; host < place.hosts.count(); host++) {
     const int rank = place.counterparts[host];
-    sums.push_back(exchange.stage(host, kSlots * segment_bytes));
+    sums.push_back(exchange.stage(host, between.stages * segment_bytes));
     between.outgoing[rank] = {sums.back(), inputs[rank].elements};
     between.incoming[rank] = inputs[exchange.rank()].elements;
   }
@@ -115,7 +116,7 @@ void reduce_scatter_by_hosts(Exchange& exchange, const Call& call, const Parts& 
       within.agreed = true;
       within.reduce = all.reduce;
       within.reduce.divisor = 1.0f;
-      within.output = sums[host] + k % kSlots * segment_bytes;
+      within.output = sums[host] + k % between.stages * segment_bytes;
       within.output_dtype = between_call.dtype;
       for (size_t i = 0; i < place.mates.size(); i++) {
         const Part& part = inputs[place.hosts.ranks(host)[i]];

@@ -79,9 +79,6 @@ struct Counters {
   Counters& operator+=(const Counters& other);
 };
 
-// Segments in flight: while one is on the wire, others are encoded and decoded.
-constexpr uint64_t kSlots = 3;
-
 struct Part {
   const void* data = nullptr;
   uint64_t elements = 0;
@@ -123,15 +120,16 @@ struct Parts {
   // Elements of the longest part among all ranks that must go through as many segments; 0: of this rank's.
   uint64_t longest = 0;
   // Makes elements [offset, offset + count) of all outgoing parts, which are segment k, before they are needed.
-  // outgoing[r].data then holds kSlots segments, one every `stage_elements`, and segment k is the (k % kSlots)-th.
+  // outgoing[r].data then holds `stages` segments, one every `stage_elements`, and segment k is the (k % stages)-th.
   std::function<void(uint64_t k, uint64_t offset, uint64_t count)> produce;
+  uint64_t stages = 1;  // as many as are in flight
   uint64_t stage_elements = 0;
   // Called when these elements of all outputs are there; `failed`: some of them are not what they should be.
   std::function<void(uint64_t offset, uint64_t count, bool failed)> deliver;
 
   // Elements of the own part from segment k on, which has this offset.
   const uint8_t* source(int rank, uint64_t k, uint64_t offset, DType dtype) const {
-    return at_offset(outgoing[rank].data, produce ? k % kSlots * stage_elements : offset, dtype);
+    return at_offset(outgoing[rank].data, produce ? k % stages * stage_elements : offset, dtype);
   }
 };
 
@@ -190,6 +188,7 @@ class Exchange {
   virtual void run(const Call& call, const Parts& parts) = 0;
   // Throws MismatchError where a peer calls something else, if run() would. Nothing but that is exchanged.
   virtual void agree(const Call& call, const Parts& parts) = 0;
+  virtual uint64_t segments_in_flight() const = 0;
   // Work memory of this call; another request with this index may release what the one before got.
   virtual uint8_t* stage(int index, uint64_t bytes) = 0;
   // Elements of a full segment of an exchange of so many ranks.

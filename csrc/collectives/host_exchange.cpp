@@ -117,6 +117,8 @@ class HostCall {
     return ranks;
   }
 
+  static constexpr uint64_t kSlots = HostExchange::kSlots;
+
   void end() {
     for (auto& [peer, posted] : hello_sends_) wait(posted, "sending to", peer);
     if (error_) std::rethrow_exception(error_);

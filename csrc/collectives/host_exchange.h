@@ -48,10 +48,14 @@ class HostExchange final : public Exchange {
   // Also from a call's own hooks.
   void run(const Call& call, const Parts& parts) override;
   void agree(const Call& call, const Parts& parts) override;
+  uint64_t segments_in_flight() const override { return kSlots; }
   uint8_t* stage(int index, uint64_t bytes) override { return workspace_.get(Workspace::kStage, index, 0, bytes); }
 
  private:
   friend class HostCall;
+  // While one segment is on the wire, others are encoded and decoded.
+  static constexpr uint64_t kSlots = 3;
+
   Transport& transport_;
   Workspace& workspace_;
   const std::chrono::steady_clock::time_point deadline_;

@@ -31,7 +31,10 @@ def forget_peak() -> None:
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("mode", ["zip", "hierarchical"])
 def test_work_memory(rank: int, world_size: int, collective: str, mebibytes: int, mode: str) -> None:
-    """What a call adds to its tensors at its peak: three coded segments in each direction, and sums in fp32."""
+    """What a call adds to its tensors at its peak: three coded segments in each direction, and sums in fp32.
+
+    A hierarchical one has them twice, inside the host and between hosts, and in between sums of three segments.
+    """
     if mode == "hierarchical" and (world_size < 4 or collective == "all_to_all"):
         pytest.skip("no hierarchy")
     elements = mebibytes << 19
@@ -52,5 +55,4 @@ def test_work_memory(rank: int, world_size: int, collective: str, mebibytes: int
     else:
         dist.all_reduce(whole, group=zipped)
     added = resident("VmHWM") - before
-    print(f"{mode} {collective} on {world_size} ranks: {added / SEGMENT:.2f} segments")
-    assert added <= 12 * SEGMENT, f"{added / SEGMENT:.2f} segments"
+    assert added <= (8 if mode == "zip" else 20) * SEGMENT, f"{added / SEGMENT:.2f} segments"

@@ -122,6 +122,7 @@ class StreamExchange final : public Exchange {
   void run(const Call& call, const Parts& parts) override;
   // As with NCCL, what calls do not agree about is not found.
   void agree(const Call&, const Parts&) override {}
+  uint64_t segments_in_flight() const override { return 1; }
   uint8_t* stage(int index, uint64_t bytes) override;
   // How often run() was called: as often is `finished`, unless it throws.
   int runs() const { return runs_; }
