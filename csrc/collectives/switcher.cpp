@@ -8,7 +8,7 @@ namespace {
 constexpr uint64_t kLeastBytes = 1 << 10;
 constexpr uint64_t kFirstBytes = 256 << 10;  // of a kind: short on any link, long enough to tell how fast it is
 constexpr uint64_t kStep = 4;                // from one size of the grid to the next
-constexpr double kLongestSeconds = 0.6;      // of one run while measuring; longer calls are extrapolated
+constexpr double kLongestSeconds = 1.2;      // of one run while measuring; longer calls are extrapolated
 // How much faster than the native one another route must be: less is not to be told apart, as calls that are measured
 // one behind the other may find threads awake that else have to wake up.
 constexpr double kMargin = 0.95;

@@ -210,18 +210,9 @@ Measured ProcessGroupZipCCL::measure(const CallKind& kind, uint64_t bytes, const
     return std::chrono::duration<double>(Clock::now() - start).count() / calls;
   };
 
-  std::vector<double> first;
-  for (Route route : routes) first.push_back(timed(route, 1));
-  first = agreed(first);
   Measured measured;
-  if (once) {
-    for (size_t r = 0; r < routes.size(); r++) measured.seconds[static_cast<int>(routes[r])] = first[r];
-    return measured;
-  }
-  const double longest = *std::max_element(first.begin(), first.end());
-  const int calls = in_a_row(longest), repeats = repetitions(longest);
-  std::vector<double> times;  // the routes take turns
-  for (int i = 0; i < repeats; i++) {
+  std::vector<double> times;
+  const auto round = [&](int calls) {  // in which the routes take turns
     for (Route route : routes) {
       {
         std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -235,20 +226,29 @@ Measured ProcessGroupZipCCL::measure(const CallKind& kind, uint64_t bytes, const
       measured.decode_seconds = measured_.decode_seconds / calls;
       measured.ratio = static_cast<double>(measured_.wire_bytes) / static_cast<double>(measured_.raw_bytes);
     }
+  };
+  round(1);
+  times = agreed(std::move(times));
+  const double longest = *std::max_element(times.begin(), times.end());
+  int rounds = once ? 0 : repetitions(longest);
+  if (rounds > 0) {
+    times.clear();  // first calls may be slow
+    for (int i = 0; i < rounds; i++) round(in_a_row(longest));
   }
+  rounds = std::max(rounds, 1);
   times.insert(times.end(), {measured.ratio, measured.encode_seconds, measured.decode_seconds});
-  times = agreed(times);
+  times = agreed(std::move(times));
   for (size_t r = 0; r < routes.size(); r++) {
     std::vector<double> of_route;
-    for (int i = 0; i < repeats; i++) of_route.push_back(times[i * routes.size() + r]);
+    for (int i = 0; i < rounds; i++) of_route.push_back(times[i * routes.size() + r]);
     const int route = static_cast<int>(routes[r]);
     const double middle = quantile(of_route, 0.5), spread = quantile(of_route, 0.75) - quantile(of_route, 0.25);
-    const double doubt = 1.5 * spread / std::sqrt(repeats);
+    const double doubt = 1.5 * spread / std::sqrt(rounds);
     measured.seconds[route] = middle;
     measured.low[route] = std::max(middle - doubt, 0.0);
     measured.high[route] = middle + doubt;
   }
-  const size_t end = repeats * routes.size();
+  const size_t end = rounds * routes.size();
   measured.ratio = times[end];
   measured.encode_seconds = times[end + 1];
   measured.decode_seconds = times[end + 2];
