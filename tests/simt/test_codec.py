@@ -254,8 +254,8 @@ FAULTS = {
     ),
     "NaN is no minimum": Fault(" || value != value", "", {"plain": ["reduce-small", "reduce-large"]}),
     "reduced after a launch that failed": Fault(
-        "if (follows && (batch.findings->deferred | batch.findings->fault) != 0) return;",
-        "",
+        "follows && (batch.findings->deferred | batch.findings->fault) != 0",
+        "follows && false",
         {"plain": ["reduce-many"]},
     ),
     # What is found.
