@@ -167,8 +167,7 @@ def train(rank: int, backend: str, steps: int, rendezvous: str, reporter: Connec
             reporter.send(("end", run))
     finally:
         dist.destroy_process_group()
-    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL while it goes ends the process in error,
-    # once in some hundred runs.
+    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL then can end the process with an error.
     sys.stdout.flush()
     os._exit(0)
 
