@@ -24,12 +24,10 @@ uint64_t clipped(uint64_t elements, uint64_t offset, uint64_t count) {
 // What a call over a hierarchy knows of its rank's place in it.
 struct Place {
   const Hosts& hosts;
-  int host;
   const std::vector<int>& mates;  // the ranks of this host
   std::vector<int> counterparts;  // one a host, the own rank among them
 
-  explicit Place(const Exchange& exchange)
-      : hosts(exchange.hosts()), host(hosts.of(exchange.rank())), mates(hosts.ranks(host)) {
+  explicit Place(const Exchange& exchange) : hosts(exchange.hosts()), mates(hosts.ranks(hosts.of(exchange.rank()))) {
     for (int other = 0; other < hosts.count(); other++) {
       counterparts.push_back(hosts.ranks(other)[hosts.place(exchange.rank())]);
     }
@@ -87,7 +85,7 @@ void reduce_scatter_by_hosts(Exchange& exchange, const Call& call, const Parts& 
   const Place place(exchange);
   const auto& inputs = all.outgoing;
   const bool as_bf16 = call.dtype == DType::kBFloat16 && all.reduce.bf16_partial_sums;
-  Call within_call = phase_of(call, Route::kRaw, kWithinHost);
+  const Call within_call = phase_of(call, Route::kRaw, kWithinHost);
   Call between_call = phase_of(call, Route::kZip, kBetweenHosts);
   between_call.dtype = as_bf16 ? DType::kBFloat16 : DType::kFloat32;
 

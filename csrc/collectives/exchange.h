@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -185,6 +184,10 @@ class Exchange {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   const Hosts& hosts() const { return hosts_; }
+  // The ranks that take part.
+  std::vector<int> members(const Parts& parts) const { return parts.members.empty() ? hosts_.all() : parts.members; }
+  // Whether what goes to this rank stays on the host.
+  bool is_local(int peer) const { return hosts_.of(peer) == hosts_.of(rank()); }
   virtual void run(const Call& call, const Parts& parts) = 0;
   // Throws MismatchError where a peer calls something else, if run() would. Nothing but that is exchanged.
   virtual void agree(const Call& call, const Parts& parts) = 0;

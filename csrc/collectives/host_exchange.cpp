@@ -4,7 +4,6 @@
 #include <cstring>
 #include <exception>
 #include <new>
-#include <numeric>
 
 namespace zipccl {
 namespace {
@@ -67,8 +66,8 @@ class HostCall {
         call_(call),
         parts_(parts),
         rank_(exchange.rank()),
-        members_(parts.members.empty() ? all_ranks(exchange.size()) : parts.members),
-        order_(exchange.hosts_.order(members_)),
+        members_(exchange.members(parts)),
+        order_(exchange.hosts().order(members_)),
         segments_(exchange.options_, call, members_.size()),
         matched_(exchange.size(), true) {
     const auto own = std::find(members_.begin(), members_.end(), rank_);
@@ -111,12 +110,6 @@ class HostCall {
   }
 
  private:
-  static std::vector<int> all_ranks(int size) {
-    std::vector<int> ranks(size);
-    std::iota(ranks.begin(), ranks.end(), 0);
-    return ranks;
-  }
-
   static constexpr uint64_t kSlots = HostExchange::kSlots;
 
   void end() {
@@ -178,7 +171,7 @@ class HostCall {
       std::memcpy(out, &mine, sizeof mine);
       hello_sends_.emplace_back(peer, exchange_.transport_.send(peer, kHelloTag, out, sizeof(Hello)));
       exchange_.counters_.wire_bytes += sizeof(Hello);
-      if (is_local(peer)) exchange_.counters_.local_bytes += sizeof(Hello);
+      if (exchange_.is_local(peer)) exchange_.counters_.local_bytes += sizeof(Hello);
     }
   }
 
@@ -247,7 +240,7 @@ class HostCall {
       counters.messages++;
       counters.raw_bytes += encoding.elements * element_bytes(call_.dtype);
       counters.wire_bytes += encoding.static_size + dynamic_size;
-      if (is_local(peer)) counters.local_bytes += encoding.static_size + dynamic_size;
+      if (exchange_.is_local(peer)) counters.local_bytes += encoding.static_size + dynamic_size;
       counters.dynamic_bytes += dynamic_size;
       if (segments_.coded(parts_.outgoing[peer].elements)) {
         counters.coded_messages++;
@@ -330,8 +323,6 @@ class HostCall {
   void remember_error() {
     if (!error_) error_ = std::current_exception();
   }
-
-  bool is_local(int peer) const { return exchange_.hosts_.of(peer) == exchange_.hosts_.of(rank_); }
 
   // Reads from the static part whether a dynamic part follows, which then takes its place as what is posted.
   void receive_static(int source, int slot, uint64_t elements) {

@@ -28,6 +28,11 @@ class Hosts {
   }
 
   int count() const { return static_cast<int>(ranks_.size()); }
+  std::vector<int> all() const {
+    std::vector<int> ranks(of_rank_.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
   int of(int rank) const { return of_rank_[rank]; }
   const std::vector<int>& ranks(int host) const { return ranks_[host]; }
   // Whether there is a way inside hosts first and then between them, on which each rank has one counterpart on each

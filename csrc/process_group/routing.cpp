@@ -43,11 +43,13 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const at::Tensor& tens
 Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bool exchange, bool native) {
   const Choice uncoded{native ? Route::kNative : Route::kRaw};
   if (!sizes.sample.defined()) return uncoded.route;
-  if (!exchange)
+  if (!exchange) {
     return decided(collective, sizes, uncoded, "not what can be coded: the dtype, the operation or the stream");
+  }
   if (options_->mode == Route::kNative) return decided(collective, sizes, uncoded, "mode='native'");
-  if (sizes.largest < options_->exchange.min_bytes)
+  if (sizes.largest < options_->exchange.min_bytes) {
     return decided(collective, sizes, uncoded, "smaller than min_bytes");
+  }
   if (!options_->mode) {
     return switched(collective, sizes, native, sizes.sample.is_cuda() ? kRareReviewCalls : kReviewCalls);
   }
@@ -61,11 +63,9 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bo
 
 Route ProcessGroupZipCCL::route_of_splits(const at::Tensor& tensor, bool native) {
   constexpr auto kAllToAll = Collective::kAllToAll;
-  if (!exchangeable(tensor) || options_->mode) {
-    const bool exchange = exchangeable(tensor);
-    Sizes sizes;  // whatever the size: no rank knows all
-    sizes.add(tensor, options_->exchange.min_bytes);
-    return route_of(kAllToAll, sizes, exchange, native);
+  const bool exchange = exchangeable(tensor);
+  if (!exchange || options_->mode) {  // whatever the size: no rank knows all
+    return route_of(kAllToAll, tensor, options_->exchange.min_bytes, exchange, native);
   }
   Sizes sizes;
   sizes.add(tensor, kSplitsBytes);

@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 
 namespace zipccl {
 namespace {
@@ -133,8 +132,8 @@ class StreamCall {
         parts_(parts),
         rank_(exchange.rank()),
         size_(exchange.size()),
-        order_(exchange.hosts_.order(members(exchange, parts))),
-        segments_(exchange.options_, call, members(exchange, parts).size()),
+        order_(exchange.hosts().order(exchange.members(parts))),
+        segments_(exchange.options_, call, exchange.members(parts).size()),
         receives_(size_) {
     // Where all ranks send the same and as much, the transport's own all-gather knows the best way.
     gathers_ = parts_.same;
@@ -163,13 +162,6 @@ class StreamCall {
   }
 
  private:
-  static std::vector<int> members(const StreamExchange& exchange, const Parts& parts) {
-    if (!parts.members.empty()) return parts.members;
-    std::vector<int> all(exchange.size());
-    std::iota(all.begin(), all.end(), 0);
-    return all;
-  }
-
   // Work memory of the call, for its longest segment; the next segment begins when the one before is done.
   void allocate() {
     outgoing_memory_.resize(size_);
@@ -270,7 +262,7 @@ class StreamCall {
       ticket.counters.messages++;
       ticket.counters.raw_bytes += elements * element_bytes(call_.dtype);
       ticket.counters.wire_bytes += segments_.static_size(part.elements, elements);
-      if (is_local(peer)) ticket.counters.local_bytes += segments_.static_size(part.elements, elements);
+      if (exchange_.is_local(peer)) ticket.counters.local_bytes += segments_.static_size(part.elements, elements);
       if (coded) {
         ticket.counters.coded_messages++;
         ticket.counters.elements += elements;
@@ -342,8 +334,6 @@ class StreamCall {
       ticket.incoming_peers.push_back(source);
     }
   }
-
-  bool is_local(int peer) const { return exchange_.hosts_.of(peer) == exchange_.hosts_.of(rank_); }
 
   // Bytes from one rank's message to the next in what is gathered.
   uint64_t gathered_size(uint64_t k) const {
