@@ -10,7 +10,7 @@ namespace {
 
 EncodeOptions make_options(const int16_t* tops, int plain, int checksum, float scale) {
   EncodeOptions options;
-  options.tops = tops;
+  options.windows = tops;
   options.plain = plain != 0;
   options.checksum = checksum != 0;
   options.scale = scale;

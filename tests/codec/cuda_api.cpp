@@ -79,7 +79,7 @@ MessageHeader encode_message(const void* values, uint64_t elements, int dtype, c
   outgoing.statics = statics;
   outgoing.pool = pool;
   outgoing.low = low;
-  outgoing.tops = options.tops;
+  outgoing.windows = options.windows;
   outgoing.inline_bytes = inline_bytes;
   outgoing.scale = options.scale;
   outgoing.plain = options.plain;

@@ -601,7 +601,7 @@ class Group {
         const uint64_t elements = segments.elements(part, k);
         wanted.messages++;
         wanted.raw_bytes += elements * element_bytes(plan.dtype);
-        wanted.wire_bytes += segments.static_size(part, elements);
+        wanted.wire_bytes += segments.static_size(part, k);
         if (!segments.coded(part)) continue;
         wanted.coded_messages++;
         wanted.elements += elements;
