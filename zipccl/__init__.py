@@ -17,17 +17,17 @@ import torch.distributed as dist
 from zipccl import backend as _backend
 from zipccl import profile as _profile
 from zipccl.codec import decode, encode, window
-from zipccl.layers import Layers, attach, known_sigma, output_sigma
+from zipccl.layers import Layer, Layers, attach, known_sigma
 from zipccl.options import Options
 
 __all__ = [
+    "Layer",
     "Layers",
     "Options",
     "attach",
     "decode",
     "encode",
     "known_sigma",
-    "output_sigma",
     "reset_stats",
     "save_profile",
     "stats",
@@ -44,8 +44,8 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
     rank sent: ``raw_bytes`` (uncoded), ``wire_bytes`` (as sent, headers included), ``local_bytes`` (those of them that
     went to ranks of the same host), ``elements`` (coded), ``escapes`` (bytes in the escape pool), ``dynamic_bytes``
     (sent in a second phase), ``sampled_chunks`` (runs of 8192 CPU values whose code window a sample of them chose).
-    ``seconds`` of this rank's worker, by stage: ``encode``, ``exchange`` (waiting for peers and the wire: ``static`` for
-    what is sent at once, ``dynamic`` for second phases), ``decode``, ``total``. Where pairs of an all-to-all go on by
+    ``seconds`` of this rank's worker, by stage: ``encode``, ``exchange`` (waiting for peers and wire: ``static`` for
+    what goes at once, ``dynamic`` for second phases), ``decode``, ``total``. Where pairs of an all-to-all go on by
     themselves, they are those of the pair that took longest.
 
     ``decisions``: why calls took their way: for each ``route`` ("native", "raw", "zip" or "hierarchical") and

@@ -48,6 +48,7 @@ class Layer:
     sigma: float = 0.0
     observed: float | None = None
     _usual: float = field(default=0.0, repr=False)  # what was observed right after sigma was read again
+    _steps: int = field(default=0, repr=False)  # of its optimizer since sigma was read
 
     @property
     def window(self) -> range | None:
@@ -70,11 +71,20 @@ class Layer:
 
     def read(self, sigma: float) -> None:
         self.sigma = sigma if math.isfinite(sigma) and sigma < 1e38 else 0.0
-        self._usual = 0.0
+        self._usual, self._steps = 0.0, 0
 
     def settle(self) -> None:
         """What is observed now is how this layer is, Gaussian or not."""
         self._usual = self.observed or 0.0
+
+    def output_sigma(self, input_sigma: float = 1.0, fan_in: int | None = None) -> float:
+        """The standard deviation of ``x @ weight.T``, where that of x is ``input_sigma`` and its mean 0.
+
+        It is ``input_sigma * sqrt(fan_in) * sigma``, as fan_in independent products are summed; fan_in is the weight's
+        last dimension unless it is given.
+        """
+        parameter = self.parameter()
+        return input_sigma * self.sigma * math.sqrt(fan_in or (1 if parameter is None else parameter.shape[-1]))
 
     def values(self) -> torch.Tensor | None:
         """This rank's part, one-dimensional; None where the parameter is gone or its values are nowhere."""
@@ -272,18 +282,20 @@ class Layers:
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = [self._by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._by_id]
         self._steps += 1
-        due = self._steps % self._refresh_steps == 0
         # An optimizer of other tensors, such as fp32 copies, moves all of ours.
         stepped = held or self.layers
         plain = [layer for layer in stepped if id(layer) not in self._gathered]
+        for layer in stepped:
+            layer._steps += 1
         for layer in plain:
             self._observe(layer)
         moved = [layer for layer in plain if layer.moved]
-        self._read(list(stepped) if due else moved)
-        for layer in moved:
-            self._observe(layer)
-            layer.settle()
-        if due or moved:
+        again = {*moved, *(layer for layer in stepped if layer._steps >= self._refresh_steps)}
+        if again:
+            self._read(list(again))
+            for layer in moved:
+                self._observe(layer)
+                layer.settle()
             self._publish()
 
     def _observe(self, layer: Layer) -> None:
@@ -342,22 +354,11 @@ def attach(model: nn.Module, *, refresh_steps: int = 100) -> Layers:
 def known_sigma(sigma: float) -> Iterator[None]:
     """The all-gathers and all-to-alls of this thread in the block are of values with this standard deviation.
 
-    It sets their code windows; where it does not fit, samples do. For activations: see :func:`output_sigma`.
+    It sets their code windows; where it does not fit, samples do. For activations, :meth:`Layer.output_sigma` knows it.
     """
     window(sigma)  # checks it
     with _known_windows(_C.KnownWindows(torch.tensor([_C.window_top(sigma)], dtype=torch.int16))):
         yield
-
-
-def output_sigma(weight: torch.Tensor, input_sigma: float = 1.0) -> float:
-    """The standard deviation of ``x @ weight.T`` where that of x is ``input_sigma`` and its mean 0.
-
-    It is ``input_sigma * sqrt(fan_in) * sigma(weight)``, as fan_in independent products are summed. ``weight`` is of
-    shape (..., fan_out, fan_in).
-    """
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float32).item()
-    return input_sigma * math.sqrt(weight.shape[-1]) * norm / math.sqrt(max(local.numel(), 1))
 
 
 @contextlib.contextmanager
