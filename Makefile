@@ -32,7 +32,7 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench bench-net bench-train gpu test-gpu bench-gpu sass build build-own env \
+.PHONY: help demo test test-fast test-old lint format bench bench-net bench-train bench-moe gpu test-gpu bench-gpu sass build build-own env \
 	clean FORCE
 
 help:  ## this list
@@ -78,6 +78,9 @@ bench-net: build  ## the collectives against Gloo on links of several rates, in 
 
 bench-train: build  ## training steps over Gloo and over zipccl on a link of 1 Gbit/s, in three minutes (as bench-net)
 	$(ENV)/bin/python benchmarks/train.py
+
+bench-moe: build  ## a mixture of experts over Gloo and over zipccl, in five minutes (as bench-net)
+	$(ENV)/bin/python benchmarks/moe.py
 
 GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
 GPU_BUILD = $(if $(OWN),build-own,build)
