@@ -57,6 +57,10 @@ int api_best_window(const uint32_t* counts) {
   return window.top | static_cast<int>(window.mode) << 8;
 }
 
+int api_plan(const void* input, uint64_t elements, int dtype, int16_t* windows, uint32_t* escapes) {
+  return guarded([&] { plan(input, elements, static_cast<DType>(dtype), windows, escapes); });
+}
+
 int api_encode(const void* input, uint64_t elements, int dtype, const int16_t* tops, int plain, int checksum,
                float scale, uint64_t inline_bytes, uint8_t* statics, uint8_t* dynamic, uint64_t* dynamic_size,
                uint64_t* escapes) {

@@ -64,7 +64,7 @@ MessageHeader header_at(const uint8_t* statics) {
 }
 
 struct Options {
-  const int16_t* tops;
+  const int16_t* windows;
   bool plain, checksum;
   float scale;
 };
