@@ -782,7 +782,7 @@ void windows() {
       for (const char* pattern : {"steps", "raw"}) {
         for (DType dtype : kDTypes) {
           const uint64_t segment = (128 << 10) / element_bytes(dtype);
-          const uint64_t elements = plans.size() % 3 == 0 ? 5000 : segment + 8192 + 77;
+          const uint64_t elements = plans.size() % 3 == 0 ? 5000 : segment + 2 * 8192 + 77;
           Plan plan = make_plan(collective, dtype, square(size, elements), kinds_of(size, pattern));
           plan.planned = true;
           plan.low = dtype == DType::kFloat32 && plans.size() % 2 == 1;
@@ -793,7 +793,7 @@ void windows() {
     }
     // What all-gathers send may differ in length: the longest says how much room there is.
     Plan plan = make_plan(Collective::kAllGather, DType::kBFloat16, square(size, 3000), kinds_of(size, "steps"));
-    plan.elements[size - 1].assign(size, (64 << 10) + 9000);
+    plan.elements[size - 1].assign(size, (64 << 10) + 2 * 8192 + 500);
     plan.planned = true;
     plans.push_back(plan);
     run(setup, std::move(plans));
