@@ -185,12 +185,12 @@ void bind_windows(py::module_& module) {
       py::arg("layers"));
   module.def(
       "plan",
-      [](const at::Tensor& values, const at::Tensor& windows) {
+      [](const at::Tensor& values, const at::Tensor& windows, bool by_operators) {
         auto chosen = from_shorts(windows);
-        const auto escapes = plan_tensor(values, chosen);
+        const auto escapes = plan_tensor(values, chosen, by_operators);
         return std::pair{as_shorts(chosen), at::tensor(std::vector<int>(escapes.begin(), escapes.end()), at::kInt)};
       },
-      py::arg("values"), py::arg("windows"), py::call_guard<py::gil_scoped_release>());
+      py::arg("values"), py::arg("windows"), py::arg("by_operators") = false, py::call_guard<py::gil_scoped_release>());
   module.def(
       "set_layers",
       [](uint64_t owner, const std::vector<std::tuple<uintptr_t, uint64_t, double>>& layers) {

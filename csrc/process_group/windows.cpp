@@ -69,17 +69,16 @@ std::vector<int16_t> windows_of_layers(const std::vector<std::pair<uint64_t, dou
   return windows;
 }
 
-std::vector<uint32_t> plan_tensor(const at::Tensor& values, std::vector<int16_t>& windows) {
+std::vector<uint32_t> plan_tensor(const at::Tensor& values, std::vector<int16_t>& windows, bool by_operators) {
   const DType dtype = dtype_of(values);
   const auto elements = static_cast<uint64_t>(values.numel());
   TORCH_CHECK_VALUE(dtype != DType::kBytes && is_dense(values) && windows.size() == chunk_count(elements),
                     "zipccl: a plan is of a dense bf16 or fp32 tensor, and has one window a chunk");
   std::vector<uint32_t> escapes(windows.size());
-  if (values.is_cpu()) {
+  if (values.is_cpu() && !by_operators) {
     plan(values.const_data_ptr(), elements, dtype, windows.data(), escapes.data());
     return escapes;
   }
-  // There, by the device; only chunks whose window does not fit come here.
   at::Tensor upper = values.view({-1}).view(at::kShort);
   if (dtype == DType::kFloat32) upper = upper.view({-1, 2}).select(1, 1);
   const auto options = at::TensorOptions().dtype(at::kInt);

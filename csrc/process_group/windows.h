@@ -18,8 +18,9 @@ struct KnownWindows {
 // The windows for a run of `elements` values each of layers with this sigma; where it is 0, it is unknown.
 std::vector<int16_t> windows_of_layers(const std::vector<std::pair<uint64_t, double>>& layers);
 
-// plan() (codec.h) for a dense bf16 or fp32 tensor on any device.
-std::vector<uint32_t> plan_tensor(const at::Tensor& values, std::vector<int16_t>& windows);
+// plan() (codec.h) for a dense bf16 or fp32 tensor. On other devices than the processor, PyTorch's operators count
+// there, and only chunks whose window does not fit come here; `by_operators`: so also on the processor, for tests.
+std::vector<uint32_t> plan_tensor(const at::Tensor& values, std::vector<int16_t>& windows, bool by_operators = false);
 
 // What is known of the values of this thread's next calls, until it says otherwise; null: nothing. Returns what was.
 std::shared_ptr<const KnownWindows> set_known_windows(std::shared_ptr<const KnownWindows> known);

@@ -388,3 +388,15 @@ def test_what_an_expert_makes_of_its_input() -> None:
     linear = nn.Linear(512, 300, bias=False)
     layer = zipccl.attach(linear)["weight"]
     assert layer.output_sigma(0.7) == pytest.approx((0.7 * linear(torch.randn(2000, 512))).std().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 8192, 30_000])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_counting_on_a_device_is_as_on_the_processor(n: int, dtype: torch.dtype) -> None:
+    values = data("bf16_gauss" if dtype == BF16 else "fp32_full", n, 0)
+    values[: n // 3 : 2] = 0
+    values[n // 2 : n // 2 + n // 4] = data("bf16_bits" if dtype == BF16 else "fp32_bits", n // 4, 0)
+    for top in (120, -1, _C.window_top(0.02), _C.window_top(0.02) | 0x100):
+        windows = torch.full((-(-n // 8192),), top, dtype=torch.int16)
+        for a, b in zip(_C.plan(values, windows), _C.plan(values, windows, by_operators=True), strict=True):
+            assert torch.equal(a, b), (top, a, b)
