@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 import weakref
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from multirank import fresh_group, group, only_zipccl, ranks
+from multirank import group, only_zipccl, ranks
 from oracle import BF16, FP32, assert_bits, data
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +25,14 @@ from zipccl import _C, layers
 pytestmark = only_zipccl
 ZIP = dict(mode="zip", min_bytes=0)
 WIDTH = 256
+
+
+@contextlib.contextmanager
+def counted(**options: Any) -> Iterator[dist.ProcessGroup]:
+    """A group whose statistics begin here. It lasts: DTensor remembers the groups of meshes."""
+    g = group(**options)
+    zipccl.reset_stats(g)
+    yield g
 
 
 class Net(nn.Module):
@@ -86,7 +97,7 @@ def best_message_bytes(values: torch.Tensor) -> int:
 def test_fsdp2_gathers_without_samples_and_with_exactly_the_room(rank: int, world_size: int) -> None:
     runs = []
     for attached in (False, True):
-        with fresh_group(**ZIP) as g:
+        with counted(**ZIP) as g:
             model = sharded(g)
             found = zipccl.attach(model) if attached else None
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -109,7 +120,7 @@ def test_fsdp2_gathers_without_samples_and_with_exactly_the_room(rank: int, worl
 @ranks(2)
 def test_the_ratio_is_that_of_the_best_windows(rank: int, world_size: int) -> None:
     """Within half a percent, on parameters that are long enough for rounding up to 128 bytes not to matter."""
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
         for i, layer in enumerate(model):
@@ -133,7 +144,7 @@ def test_the_ratio_is_that_of_the_best_windows(rank: int, world_size: int) -> No
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_layer_that_grows_over_octaves(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """100 steps: what is gathered is right each time, and what escapes is few again with every step's count."""
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g, dtype, depth=1)
         found = zipccl.attach(model, refresh_steps=1000)
         weight = model.blocks[0][0].weight
@@ -162,7 +173,7 @@ def test_a_layer_that_grows_over_octaves(rank: int, world_size: int, dtype: torc
 
 @ranks(2)
 def test_refresh_by_steps(rank: int, world_size: int) -> None:
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g)
         found = zipccl.attach(model, refresh_steps=3)
         weight = model.blocks[0][0].weight
@@ -182,7 +193,7 @@ def test_refresh_by_steps(rank: int, world_size: int) -> None:
 @ranks(2)
 def test_plain_parameters_by_their_memory(rank: int, world_size: int) -> None:
     """As a distributed optimizer has them: parameters are views of one buffer, of which ranks gather shards."""
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         torch.manual_seed(0)
         model = Net().bfloat16()
         whole = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -228,7 +239,7 @@ def test_plain_parameters_move(rank: int, world_size: int) -> None:
 @pytest.mark.core
 @ranks(2)
 def test_detach_and_attach_again(rank: int, world_size: int) -> None:
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g)
         groups = [m._get_fsdp_state()._fsdp_param_group for m in (*model.blocks, model)]
         before = [g._all_gather_comm for g in groups if g]
@@ -245,7 +256,7 @@ def test_detach_and_attach_again(rank: int, world_size: int) -> None:
 
 @ranks(2)
 def test_what_is_attached_ends_with_its_model(rank: int, world_size: int) -> None:
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         for make in (lambda: sharded(g), lambda: nn.Linear(8, 8)):
             model = make()
             found = weakref.ref(zipccl.attach(model))
@@ -260,7 +271,7 @@ def test_what_is_attached_ends_with_its_model(rank: int, world_size: int) -> Non
 @ranks(2)
 def test_without_the_private_parts_of_fsdp(rank: int, world_size: int) -> None:
     missing = AttributeError("'FSDPParam' object has no attribute '_sharded_param_data'")
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g)
         with (
             mock.patch.object(layers._LayersGather, "runs", side_effect=missing),
@@ -290,7 +301,7 @@ def test_another_backends_gathers_are_left_alone(rank: int, world_size: int) -> 
 
 @ranks(2)
 def test_the_table(rank: int, world_size: int) -> None:
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g)
         nn.init.zeros_(model.blocks[0][0].bias)
         found = zipccl.attach(model)
@@ -322,7 +333,7 @@ def test_refresh_steps_are_checked(steps: object) -> None:
 @ranks(2, 3)
 def test_known_sigma(rank: int, world_size: int) -> None:
     n = 50_000
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         out = torch.empty(n * world_size, dtype=BF16)
         want = torch.cat([data("bf16_gauss", n, r) for r in range(world_size)])
         rows = torch.cat([data("bf16_gauss", n, rank, j) for j in range(world_size)])
@@ -342,7 +353,7 @@ def test_known_sigma(rank: int, world_size: int) -> None:
         assert_bits(out, want)
         stats = zipccl.stats(g)["all_gather"]
         assert stats["sampled_chunks"] > 0 and stats["wire_bytes"] < 0.75 * stats["raw_bytes"]
-    with fresh_group(**ZIP, window="sample") as g, zipccl.known_sigma(0.02):
+    with counted(**ZIP, window="sample") as g, zipccl.known_sigma(0.02):
         dist.all_gather_into_tensor(out, data("bf16_gauss", n, rank), group=g)
         assert_bits(out, want)
         assert zipccl.stats(g)["all_gather"]["sampled_chunks"] > 0
@@ -353,7 +364,7 @@ def test_known_sigma(rank: int, world_size: int) -> None:
 @ranks(2)
 def test_escapes_beyond_what_was_agreed(rank: int, world_size: int) -> None:
     """They travel in the second phase: nothing is lost because a parameter changed behind our back."""
-    with fresh_group(**ZIP) as g:
+    with counted(**ZIP) as g:
         model = sharded(g)
         zipccl.attach(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

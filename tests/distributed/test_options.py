@@ -52,7 +52,7 @@ def test_defaults() -> None:
     options = zipccl.Options()
     assert (options.mode, options.min_bytes, options.segment_bytes) == ("auto", 65536, 4 << 20)
     assert options.inline_fraction == pytest.approx(1 / 24)
-    assert (options.window, options.checksum) == ("sample", False)
+    assert (options.window, options.checksum, options.two_phase) == ("sigma", False, True)
 
 
 def test_options_are_shown_and_compared() -> None:
