@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -53,12 +54,13 @@ def _section() -> type:
         fields.append((name, kind, dataclasses.field(default_factory=from_environment)))
     section = dataclasses.make_dataclass("ZipCCL", fields, bases=(_Section,), kw_only=True, slots=True)
     section.__module__ = __name__
-    section.__doc__ = f"""Lossless compression of collectives.
+    help = f"""Lossless compression of collectives.
 
     Args:
-        backend: What carries the collectives of the accelerator's tensors: ``"{BACKEND}"``, or ``"default"``, which is
-            what titan takes otherwise.
+        backend: What carries the collectives of the accelerator's tensors: ``"{BACKEND}"``, or ``"default"`` for what
+            titan takes otherwise.
 {(options.Options.__doc__ or "").partition("Args:" + chr(10))[2]}"""
+    section.__doc__ = re.sub(r":\w+:|``?", "", help)
     return section
 
 
