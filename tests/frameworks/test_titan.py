@@ -149,7 +149,7 @@ def test_same_training(titan, case):
             assert mine[what] == (theirs[what] if exact else pytest.approx(theirs[what], rel=1e-4)), what
         for collective, most in case.ratios.items():
             counted = mine["stats"][collective]
-            assert counted["zipped"] > 0 and counted["raw"] == 0
+            assert counted["zipped"] > counted["raw"]  # what is small, and nothing that Gloo can do, goes raw
             assert counted["wire_bytes"] / counted["raw_bytes"] < most, (collective, counted)
     if case.reference == "stock":
         assert not any(theirs["stats"] for theirs in reference)
