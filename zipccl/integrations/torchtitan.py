@@ -179,7 +179,8 @@ def with_zipccl(config: Trainer.Config) -> Any:
         raise TypeError(f"zipccl: {type(config).__qualname__} is no config of a torchtitan.trainer.Trainer")
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     values["training"] = dataclasses.replace(config.training, disable_cuda_graphs=True)
-    return _config_type(type(config))(**values)
+    stock: type = type(config)
+    return _config_type(stock)(**values)
 
 
 @functools.cache
