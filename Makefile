@@ -34,8 +34,8 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old test-frameworks lint format bench bench-net bench-train gpu test-gpu bench-gpu sass build build-own env \
-	clean FORCE
+.PHONY: help demo test test-fast test-old test-frameworks lint format bench bench-net bench-train bench-moe bench-titan gpu \
+	test-gpu bench-gpu sass build build-own env clean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,12 @@ bench-net: build  ## the collectives against Gloo on links of several rates, in 
 
 bench-train: build  ## training steps over Gloo and over zipccl on a link of 1 Gbit/s, in three minutes (as bench-net)
 	$(ENV)/bin/python benchmarks/train.py
+
+bench-moe: build  ## a mixture of experts over Gloo and over zipccl, in five minutes (as bench-net)
+	$(ENV)/bin/python benchmarks/moe.py
+
+bench-titan: build $(FRAMEWORKS_ENV)/.frameworks  ## steps of TorchTitan's models over Gloo and over zipccl, in fifteen minutes (as bench-net)
+	$(FRAMEWORKS_ENV)/bin/python benchmarks/titan.py
 
 GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
 GPU_BUILD = $(if $(OWN),build-own,build)

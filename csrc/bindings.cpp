@@ -25,10 +25,10 @@ at::Tensor encode_tensor(const at::Tensor& tensor, std::optional<double> sigma) 
   const uint64_t elements = message_elements(input);
   EncodeOptions options;
   options.checksum = true;
-  std::vector<int16_t> tops;
+  std::vector<int16_t> windows;
   if (sigma) {
-    tops.assign(chunk_count(elements), window_top(static_cast<float>(*sigma)));
-    options.tops = tops.data();
+    windows.assign(chunk_count(elements), window_top(static_cast<float>(*sigma)));
+    options.windows = windows.data();
   }
   at::Tensor output = at::empty({static_cast<int64_t>(contiguous_bound(elements, dtype))}, at::kByte);
   const uint64_t used = encode_contiguous(input.const_data_ptr(), elements, dtype, options, output.data_ptr<uint8_t>());
@@ -146,6 +146,8 @@ py::dict as_dict(const CollectiveStats& stats) {
   py::dict seconds;
   seconds["encode"] = stats.counters.encode_seconds;
   seconds["exchange"] = stats.counters.exchange_seconds;
+  seconds["static"] = stats.counters.exchange_seconds - stats.counters.dynamic_seconds;
+  seconds["dynamic"] = stats.counters.dynamic_seconds;
   seconds["decode"] = stats.counters.decode_seconds;
   seconds["total"] = stats.counters.total_seconds;
   py::dict dict;
@@ -159,11 +161,63 @@ py::dict as_dict(const CollectiveStats& stats) {
   dict["elements"] = stats.counters.elements;
   dict["escapes"] = stats.counters.escapes;
   dict["dynamic_bytes"] = stats.counters.dynamic_bytes;
+  dict["sampled_chunks"] = stats.counters.sampled_chunks;
   dict["seconds"] = seconds;
   py::list decisions;
   for (const Decision& decision : stats.decisions) decisions.append(as_dict(decision));
   dict["decisions"] = decisions;
   return dict;
+}
+
+at::Tensor as_shorts(const std::vector<int16_t>& windows) { return at::tensor(windows, at::kShort); }
+
+std::vector<int16_t> from_shorts(const at::Tensor& windows) {
+  TORCH_CHECK_VALUE(windows.is_cpu() && windows.scalar_type() == at::kShort && windows.is_contiguous(),
+                    "zipccl: windows are a contiguous int16 CPU tensor");
+  const auto* data = windows.const_data_ptr<int16_t>();
+  return {data, data + windows.numel()};
+}
+
+void bind_windows(py::module_& module) {
+  module.def(
+      "windows_of_layers",
+      [](const std::vector<std::pair<uint64_t, double>>& layers) { return as_shorts(windows_of_layers(layers)); },
+      py::arg("layers"));
+  module.def(
+      "plan",
+      [](const at::Tensor& values, const at::Tensor& windows, bool by_operators) {
+        auto chosen = from_shorts(windows);
+        const auto escapes = plan_tensor(values, chosen, by_operators);
+        return std::pair{as_shorts(chosen), at::tensor(std::vector<int>(escapes.begin(), escapes.end()), at::kInt)};
+      },
+      py::arg("values"), py::arg("windows"), py::arg("by_operators") = false, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "set_layers",
+      [](uint64_t owner, const std::vector<std::tuple<uintptr_t, uint64_t, double>>& layers) {
+        std::vector<LayerMemory> memory;
+        for (const auto& [address, bytes, sigma] : layers) memory.push_back({address, bytes, sigma});
+        set_layers(owner, std::move(memory));
+      },
+      py::arg("owner"), py::arg("layers"));
+  py::class_<KnownWindows, std::shared_ptr<KnownWindows>>(module, "KnownWindows")
+      .def(py::init([](const at::Tensor& windows, const std::optional<at::Tensor>& escapes) {
+             auto known = std::make_shared<KnownWindows>();
+             known->windows = from_shorts(windows);
+             if (escapes) {
+               TORCH_CHECK_VALUE(escapes->is_cpu() && escapes->scalar_type() == at::kInt && escapes->is_contiguous(),
+                                 "zipccl: escapes are a contiguous int32 CPU tensor");
+               const auto* data = escapes->const_data_ptr<int>();
+               known->escapes = std::make_shared<std::vector<uint32_t>>(data, data + escapes->numel());
+             }
+             return known;
+           }),
+           py::arg("windows"), py::arg("escapes") = std::nullopt);
+  module.def(
+      "set_known_windows",
+      [](std::shared_ptr<KnownWindows> known) {
+        return std::const_pointer_cast<KnownWindows>(set_known_windows(std::move(known)));
+      },
+      py::arg("known"));
 }
 
 }  // namespace
@@ -180,6 +234,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(static_cast<int>(header.dtype), header.elements);
   });
   module.def("window_top", &window_top, py::arg("sigma"));
+  module.def("escape_rate", &escape_rate, py::arg("sigma"), py::arg("top"));
+  bind_windows(module);
 #ifdef ZIPCCL_CUDA
   module.attr("built_with_cuda") = true;
   bind_cuda(module);
@@ -226,7 +282,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](ZipCCLOptions& options, const std::string& name) { options.cuda_over_gloo = name == "gloo"; })
       .def_property(
           "checksum", [](const ZipCCLOptions& options) { return options.exchange.checksum; },
-          [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; });
+          [](ZipCCLOptions& options, bool checksum) { options.exchange.checksum = checksum; })
+      .def_property(
+          "two_phase", [](const ZipCCLOptions& options) { return options.exchange.two_phase; },
+          [](ZipCCLOptions& options, bool two_phase) { options.exchange.two_phase = two_phase; })
+      .def_property(
+          "window", [](const ZipCCLOptions& options) { return options.use_known_windows ? "sigma" : "sample"; },
+          [](ZipCCLOptions& options, const std::string& name) { options.use_known_windows = name == "sigma"; });
 
   py::class_<ProcessGroupZipCCL, c10::intrusive_ptr<ProcessGroupZipCCL>, c10d::Backend>(module, "ProcessGroupZipCCL")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> plain,

@@ -5,6 +5,7 @@ The exit code is 0 if every bit is the same. `make demo` runs it; `--help` lists
 """
 
 import argparse
+import gc
 import hashlib
 import importlib.util
 import json
@@ -119,8 +120,46 @@ class Run:
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # zipccl only: rank 0's
 
 
-def train(rank: int, backend: str, steps: int, rendezvous: str, reporter: Connection) -> None:
-    """One process. Rank 0 reports ("step", loss) after each step, then ("end", Run)."""
+def steps(rank: int, backend: str, count: int, reporter: Connection) -> None:
+    """Reports ("step", loss) after each step of rank 0, then ("end", Run)."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Transformer()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = MarkovText(rank)
+    run = Run()
+    start = time.perf_counter()
+    for _ in range(count):
+        batch = text.batch()
+        logits = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / WORLD_SIZE
+        dist.all_reduce(mean)
+        run.losses.append(mean.item())
+        if rank == 0:
+            reporter.send(("step", mean.item()))
+    run.seconds = time.perf_counter() - start
+    if backend == "zipccl":
+        import zipccl
+
+        run.stats = zipccl.stats(mesh.get_group())
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.to_local().detach().numpy().tobytes())  # type: ignore[attr-defined]
+    digests: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(digests, digest.hexdigest())
+    run.weights = digests
+    if rank == 0:
+        reporter.send(("end", run))
+
+
+def train(rank: int, backend: str, count: int, rendezvous: str, reporter: Connection) -> None:
+    """One process."""
     options: Any = None
     if backend == "zipccl":
         import zipccl  # importing it registers the backend
@@ -133,43 +172,11 @@ def train(rank: int, backend: str, steps: int, rendezvous: str, reporter: Connec
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE, pg_options=options
     )
     try:
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = Transformer()
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        text = MarkovText(rank)
-        run = Run()
-        start = time.perf_counter()
-        for _ in range(steps):
-            batch = text.batch()
-            logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach() / WORLD_SIZE
-            dist.all_reduce(mean)
-            run.losses.append(mean.item())
-            if rank == 0:
-                reporter.send(("step", mean.item()))
-        run.seconds = time.perf_counter() - start
-        if backend == "zipccl":
-            run.stats = zipccl.stats(mesh.get_group())
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.to_local().detach().numpy().tobytes())  # type: ignore[attr-defined]
-        digests: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(digests, digest.hexdigest())
-        run.weights = digests
-        if rank == 0:
-            reporter.send(("end", run))
+        steps(rank, backend, count, reporter)
     finally:
+        # FSDP's modules hold the group: if it went with the interpreter, its threads could end it with an error.
+        gc.collect()
         dist.destroy_process_group()
-    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL then can end the process with an error.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def run_backend(backend: str, steps: int, console: Console) -> Run:

@@ -17,9 +17,22 @@ import torch.distributed as dist
 from zipccl import backend as _backend
 from zipccl import profile as _profile
 from zipccl.codec import decode, encode, window
+from zipccl.layers import Layer, Layers, attach, known_sigma
 from zipccl.options import Options
 
-__all__ = ["Options", "decode", "encode", "reset_stats", "save_profile", "stats", "window"]
+__all__ = [
+    "Layer",
+    "Layers",
+    "Options",
+    "attach",
+    "decode",
+    "encode",
+    "known_sigma",
+    "reset_stats",
+    "save_profile",
+    "stats",
+    "window",
+]
 __version__ = "0.1.0"
 
 
@@ -30,8 +43,10 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
     zipccl's exchange uncoded) and ``native`` (handed to the wrapped backend). For zipped and raw calls, of what this
     rank sent: ``raw_bytes`` (uncoded), ``wire_bytes`` (as sent, headers included), ``local_bytes`` (those of them that
     went to ranks of the same host), ``elements`` (coded), ``escapes`` (bytes in the escape pool), ``dynamic_bytes``
-    (sent in a second phase). ``seconds`` of this rank's worker, by stage: ``encode``, ``exchange`` (waiting for peers
-    and the wire), ``decode``, ``total``.
+    (sent in a second phase), ``sampled_chunks`` (runs of 8192 CPU values whose code window a sample of them chose).
+    ``seconds`` of this rank's worker, by stage: ``encode``, ``exchange`` (waiting for peers and wire: ``static`` for
+    what goes at once, ``dynamic`` for second phases), ``decode``, ``total``. Where pairs of an all-to-all go on by
+    themselves, they are those of the pair that took longest.
 
     ``decisions``: why calls took their way: for each ``route`` ("native", "raw", "zip" or "hierarchical") and
     ``reason``, ``dtype`` and ``device``, how many ``calls``, and of the last one ``part_bytes`` (what a rank has for

@@ -12,7 +12,7 @@ from typing import Any
 from zipccl import _C, profile
 
 _MODES = ("auto", "zip", "raw", "native", "hierarchical")
-_WINDOWS = ("sample",)
+_WINDOWS = ("sigma", "sample")
 _CUDA_OVER = ("nccl", "gloo")
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
@@ -61,8 +61,9 @@ _DEFAULTS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "min_bytes": (64 << 10, int),
     "segment_bytes": (4 << 20, int),
     "inline_fraction": (1 / 24, float),
-    "window": ("sample", str),
+    "window": ("sigma", str),
     "checksum": (False, _parse_boolean),
+    "two_phase": (True, _parse_boolean),
     "cuda_segment_bytes": (64 << 20, int),
     "cuda_over": ("nccl", str),
     "bf16_partial_sums": (False, _parse_boolean),
@@ -98,8 +99,13 @@ class Options(_C.Options):
             memory of a call.
         inline_fraction: Room for escaped exponents in the part of a message whose size is known beforehand, in bytes
             per element. Escapes beyond it cost a second message.
-        window: How code windows are chosen: ``"sample"``, from samples of the data.
+        window: How code windows are chosen: ``"sigma"``, from the standard deviation where it is known
+            (:func:`zipccl.attach`, :func:`zipccl.known_sigma`), else, and always with ``"sample"``, from samples of the
+            data.
         checksum: Every message carries a checksum and is verified by its receivers.
+        two_phase: The part of a message whose size is known beforehand goes at once, and what is beyond it, if there
+            is any, follows. ``False``: first the size goes, then all of it, so that the gain can be measured. Of CPU
+            tensors; with CUDA tensors it is always two phases.
         cuda_segment_bytes: As ``segment_bytes``, of calls on CUDA tensors.
         cuda_over: What carries CUDA tensors: ``"nccl"``, or ``"gloo"`` through processor memory, for tests with
             several ranks on one GPU.
@@ -129,6 +135,7 @@ class Options(_C.Options):
         self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
         self.window = _choice("window", values["window"], _WINDOWS)
         self.checksum = _boolean("checksum", values["checksum"])
+        self.two_phase = _boolean("two_phase", values["two_phase"])
         self.cuda_segment_bytes = _bytes("cuda_segment_bytes", values["cuda_segment_bytes"], 1)
         self.cuda_over = _choice("cuda_over", values["cuda_over"], _CUDA_OVER)
         self.bf16_partial_sums = _boolean("bf16_partial_sums", values["bf16_partial_sums"])

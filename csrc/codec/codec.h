@@ -24,8 +24,9 @@ class FormatError : public std::runtime_error {
 };
 
 struct EncodeOptions {
-  // Window tops, one a chunk; negative: sample the chunk. Null: sample all.
-  const int16_t* tops = nullptr;
+  // given_window(), one a chunk; negative: sample the chunk. Null: sample all. One that does not fit a chunk, where
+  // more than an eighth of the values escape, gives way to a sample's, unless it is to be kept.
+  const int16_t* windows = nullptr;
   // Send the values as they are behind the header. Always so for DType::kBytes.
   bool plain = false;
   bool checksum = false;
@@ -35,6 +36,7 @@ struct EncodeOptions {
 struct Encoded {
   uint64_t dynamic_bytes = 0;  // used bytes of the dynamic range
   uint64_t escapes = 0;        // pool bytes: escaped exponents, and the overhang of raw chunks
+  uint64_t sampled_chunks = 0;
 };
 
 // Encodes `elements` values at `input` (any alignment that the dtype itself has).
@@ -43,6 +45,11 @@ struct Encoded {
 // Bytes of the inline pool beyond the used ones are left as they were.
 Encoded encode(const void* input, uint64_t elements, DType dtype, const EncodeOptions& options, uint64_t inline_bytes,
                uint8_t* statics, uint8_t* dynamic);
+
+// What encode() will do with these values, without doing it: sets escapes[c] to the pool bytes of chunk c. A window
+// that escapes more than a sixteenth of its chunk's values, or a negative one, first gives way to a sample's, to be
+// kept. `values`: bf16, or fp32, whose upper halves count.
+void plan(const void* values, uint64_t elements, DType dtype, int16_t* windows, uint32_t* escapes);
 
 // The same as one contiguous range: the static part with exactly the inline pool it needs, padding to 128 bytes, and
 // the low halves if there are any. `output` has contiguous_bound bytes; returns how many were used.

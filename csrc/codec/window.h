@@ -5,6 +5,7 @@
 // happens at sigma = 2^(top+1) / 2.43. So the best window ends at the exponent field of the fp32 number 2.43 sigma.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -18,6 +19,15 @@ struct Window {
   Mode mode = Mode::kWindow;
 };
 
+// A window as one number of EncodeOptions::windows, and back. `kept`: however many values it escapes.
+constexpr int kKeptWindow = 0x200;
+inline int16_t given_window(Window window, bool kept = false) {
+  return static_cast<int16_t>(window.top | static_cast<int>(window.mode) << 8 | (kept ? kKeptWindow : 0));
+}
+inline Window window_of(int16_t given) {
+  return {static_cast<uint8_t>(given & 0xff), (given & 0x100) != 0 ? Mode::kWindowAndZero : Mode::kWindow};
+}
+
 // Highest exponent field of the window for N(0, sigma^2); sigma is finite and not negative.
 inline uint8_t window_top(float sigma) {
   const float scaled = 2.43f * sigma;
@@ -25,6 +35,12 @@ inline uint8_t window_top(float sigma) {
   std::memcpy(&bits, &scaled, sizeof bits);
   const uint32_t top = bits >> 23;
   return static_cast<uint8_t>(top < 6 ? 6 : top);  // there are no exponents below 0
+}
+
+// The part of the values of N(0, sigma^2) whose exponents lie outside the window of 7 that ends at `top`.
+inline double escape_rate(double sigma, int top) {
+  const double scale = sigma * std::sqrt(2.0);
+  return std::erfc(std::ldexp(1.0, top - 126) / scale) + (top > 6 ? std::erf(std::ldexp(1.0, top - 133) / scale) : 0.0);
 }
 
 // Counts of exponent fields in a sample of a chunk.

@@ -31,11 +31,13 @@ std::unique_ptr<Posted> posted(BackendTransport& transport, const char* what, in
 
 std::unique_ptr<Posted> BackendTransport::send(int peer, int tag, const void* data, uint64_t bytes) {
   auto tensors = as_tensors(data, bytes);
+  const std::lock_guard<std::mutex> lock(posting_);
   return posted(*this, "sending to", peer, [&] { return backend_->send(tensors, peer, tag); });
 }
 
 std::unique_ptr<Posted> BackendTransport::receive(int peer, int tag, void* data, uint64_t bytes) {
   auto tensors = as_tensors(data, bytes);
+  const std::lock_guard<std::mutex> lock(posting_);
   return posted(*this, "receiving from", peer, [&] { return backend_->recv(tensors, peer, tag); });
 }
 
@@ -43,7 +45,7 @@ void BackendTransport::wait(c10d::Work& work, std::chrono::milliseconds timeout)
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (aborted_) throw TransportError("the group was aborted");
-    waiting_ = &work;
+    waiting_.insert(&work);
   }
   bool arrived = false;
   std::exception_ptr error;
@@ -53,7 +55,7 @@ void BackendTransport::wait(c10d::Work& work, std::chrono::milliseconds timeout)
     error = std::current_exception();
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  waiting_ = nullptr;
+  waiting_.erase(&work);
   left_.notify_all();
   if (!arrived && aborted_) throw TransportError("the group was aborted");
   if (error) std::rethrow_exception(error);
@@ -64,8 +66,8 @@ void BackendTransport::abort() {
   std::unique_lock<std::mutex> lock(mutex_);
   aborted_ = true;
   // Again and again: an abort before the wait has really begun has no effect.
-  while (waiting_) {
-    waiting_->abort();
+  while (!waiting_.empty()) {
+    for (c10d::Work* work : waiting_) work->abort();
     left_.wait_for(lock, std::chrono::milliseconds(10));
   }
 }

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/transport.h"
@@ -24,9 +25,10 @@ class BackendTransport final : public Transport {
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
-  std::condition_variable left_;  // the wait that was going on has ended
-  c10d::Work* waiting_ = nullptr;
+  std::condition_variable left_;  // a wait that was going on has ended
+  std::set<c10d::Work*> waiting_;
   bool aborted_ = false;
+  std::mutex posting_;  // a backend expects one caller at a time
 };
 
 }  // namespace zipccl

@@ -149,10 +149,10 @@ void agree(Exchange& exchange, const Call& call, const Parts& all) {
 
 }  // namespace
 
-void all_gather(Exchange& exchange, const Call& call, const void* input, const std::vector<void*>& outputs,
+void all_gather(Exchange& exchange, const Call& call, const Part& input, const std::vector<void*>& outputs,
                 const std::vector<uint64_t>& elements) {
   Parts parts;
-  parts.outgoing.assign(outputs.size(), Part{input, elements[exchange.rank()]});
+  parts.outgoing.assign(outputs.size(), input);
   parts.same = true;
   parts.incoming = elements;
   parts.outputs = outputs;
@@ -215,7 +215,7 @@ void all_reduce(Exchange& exchange, const Call& call, void* values, uint64_t ele
   // Also after a failure: the peers wait.
   phase.phase = failure ? kFailedPhase : 1;
   try {
-    all_gather(exchange, phase, own, outputs, shares);
+    all_gather(exchange, phase, {own, shares[exchange.rank()]}, outputs, shares);
   } catch (const MismatchError&) {
     if (!failure) throw;
   }

@@ -12,7 +12,7 @@ namespace zipccl {
 
 // outputs[r] receives elements[r] values from rank r; `input` has elements[own rank] values and may be outputs[own
 // rank] itself, but overlaps no other output.
-void all_gather(Exchange& exchange, const Call& call, const void* input, const std::vector<void*>& outputs,
+void all_gather(Exchange& exchange, const Call& call, const Part& input, const std::vector<void*>& outputs,
                 const std::vector<uint64_t>& elements);
 
 // Sends inputs[r] to rank r and receives incoming[r] values from it into outputs[r]. Zero elements, on any side, are

@@ -43,10 +43,12 @@ Counters& Counters::operator+=(const Counters& other) {
   elements += other.elements;
   escapes += other.escapes;
   dynamic_bytes += other.dynamic_bytes;
+  sampled_chunks += other.sampled_chunks;
   messages += other.messages;
   coded_messages += other.coded_messages;
   encode_seconds += other.encode_seconds;
   exchange_seconds += other.exchange_seconds;
+  dynamic_seconds += other.dynamic_seconds;
   decode_seconds += other.decode_seconds;
   total_seconds += other.total_seconds;
   return *this;

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -40,6 +42,9 @@ struct ExchangeOptions {
   uint64_t segment_bytes = 4 << 20;   // raw bytes that a rank sends to all peers in one segment
   double inline_fraction = 1.0 / 24;  // inline pool bytes per element
   bool checksum = false;
+  // A coded message's static part, whose size is known, goes at once, and its dynamic part, if it has one, follows.
+  // Else its size goes first, and then all of it. (Of processor memory; a stream cannot wait for sizes.)
+  bool two_phase = true;
 };
 
 // What must be the same on all ranks of a call.
@@ -50,6 +55,9 @@ struct Call {
   uint8_t operation = 0;  // c10d's ReduceOp of a reduction
   uint8_t phase = 0;      // of a call that exchanges more than once
   Route route = Route::kZip;
+  // What all ranks have agreed that no chunk's escapes exceed, one a chunk of a part; null: unknown. Their inline pools
+  // are just as long. More escapes than that travel as any that find no room.
+  std::shared_ptr<const std::vector<uint32_t>> escapes = nullptr;
 };
 
 // The phase of a rank that has nothing to contribute, because an earlier phase failed: its peers, which expect another,
@@ -69,10 +77,12 @@ struct Counters {
   uint64_t elements = 0;     // coded elements, and
   uint64_t escapes = 0;      // how many bytes their exponents put into the escape pool
   uint64_t dynamic_bytes = 0;
+  uint64_t sampled_chunks = 0;
   uint64_t messages = 0;        // segments sent
   uint64_t coded_messages = 0;  // those of them that were coded
   double encode_seconds = 0;
-  double exchange_seconds = 0;  // waiting for peers and the wire
+  double exchange_seconds = 0;  // waiting for peers and the wire,
+  double dynamic_seconds = 0;   //   of it for dynamic parts
   double decode_seconds = 0;
   double total_seconds = 0;
   Counters& operator+=(const Counters& other);
@@ -81,6 +91,7 @@ struct Counters {
 struct Part {
   const void* data = nullptr;
   uint64_t elements = 0;
+  const int16_t* windows = nullptr;  // as EncodeOptions::windows, in processor memory
 };
 
 // Element `elements` of `data`; null stays null.
@@ -137,7 +148,7 @@ class Segments {
  public:
   // `members`: how many ranks take part.
   Segments(const ExchangeOptions& options, const Call& call, size_t members)
-      : options_(options), dtype_(call.dtype), code_(call.route != Route::kRaw) {
+      : options_(options), dtype_(call.dtype), code_(call.route != Route::kRaw), escapes_(call.escapes) {
     const uint64_t peers = std::max<uint64_t>(members, 2) - 1;
     const uint64_t bytes = std::max(kLeastBytes, options_.segment_bytes / peers);
     elements_ = std::max<uint64_t>(bytes / element_bytes(dtype_) / kChunkElements, 1) * kChunkElements;
@@ -158,13 +169,27 @@ class Segments {
   bool coded(uint64_t part_elements) const {
     return code_ && dtype_ != DType::kBytes && part_elements * element_bytes(dtype_) >= options_.min_bytes;
   }
-  uint64_t inline_bytes(uint64_t segment_elements) const {
-    const auto wanted = static_cast<uint64_t>(static_cast<double>(segment_elements) * options_.inline_fraction);
+  // Of segment k, which has so many elements.
+  uint64_t inline_bytes(uint64_t k, uint64_t segment_elements) const {
+    const uint64_t first = k * elements_ / kChunkElements, chunks = chunk_count(segment_elements);
+    auto wanted = static_cast<uint64_t>(static_cast<double>(segment_elements) * options_.inline_fraction);
+    if (escapes_ != nullptr && first + chunks <= escapes_->size()) {
+      const auto begin = escapes_->begin() + static_cast<int64_t>(first);
+      wanted = std::accumulate(begin, begin + static_cast<int64_t>(chunks), uint64_t{0});
+    }
     return std::min(round_up(wanted, kAlignment), pool_bound(segment_elements));
   }
-  uint64_t static_size(uint64_t part_elements, uint64_t segment_elements) const {
-    return coded(part_elements) ? static_bytes(segment_elements, inline_bytes(segment_elements))
+  uint64_t static_size(uint64_t part_elements, uint64_t k) const {
+    const uint64_t segment_elements = elements(part_elements, k);
+    return coded(part_elements) ? static_bytes(segment_elements, inline_bytes(k, segment_elements))
                                 : plain_bytes(segment_elements, dtype_);
+  }
+  // Of all segments of a part.
+  uint64_t largest_static_size(uint64_t part_elements) const {
+    uint64_t largest = 0;
+    for (uint64_t k = 0; elements(part_elements, k) != 0; k++)
+      largest = std::max(largest, static_size(part_elements, k));
+    return largest;
   }
 
  private:
@@ -174,6 +199,7 @@ class Segments {
   const ExchangeOptions& options_;
   const DType dtype_;
   const bool code_;
+  const std::shared_ptr<const std::vector<uint32_t>> escapes_;
   uint64_t elements_;
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2 };
+enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2, kSizeTag = 3 };
 
 // What a sender tells each peer before anything else.
 struct Hello {
@@ -27,7 +27,7 @@ struct Hello {
   uint64_t sends = 0;    // elements for the receiver of this hello
   uint64_t expects = 0;  // elements from it. With both, the two ends always find the same verdict.
   uint64_t segment_elements = 0;
-  uint64_t inline_bytes = 0;  // of a full segment
+  uint64_t inline_bytes = 0;  // of all segments of the longer part
 };
 static_assert(sizeof(Hello) == 56);
 
@@ -44,7 +44,10 @@ std::string describe(const Hello& hello) {
   }
   if (hello.phase == kFailedPhase) text += ", but without its part of the result, as it failed";
   if (hello.route == Route::kHierarchical) text += ", over the hierarchy of hosts";
-  return text + (hello.coded ? ", coded" : ", plain") + " in segments of " + std::to_string(hello.segment_elements);
+  text += hello.coded ? ", coded" : ", plain";
+  text += " in segments of " + std::to_string(hello.segment_elements);
+  if (hello.coded) text += " with " + std::to_string(hello.inline_bytes) + " bytes for escapes";
+  return text;
 }
 
 class Stopwatch {
@@ -59,6 +62,12 @@ class Stopwatch {
 
 }  // namespace
 
+// What two ranks tell each other of a call, and what this one expects to hear.
+struct Greeting {
+  Hello mine, theirs, expected;
+  std::unique_ptr<Posted> sent, received;
+};
+
 class HostCall {
  public:
   HostCall(HostExchange& exchange, const Call& call, const Parts& parts)
@@ -68,7 +77,10 @@ class HostCall {
         rank_(exchange.rank()),
         members_(exchange.members(parts)),
         order_(exchange.hosts().order(members_)),
-        segments_(exchange.options_, call, members_.size()),
+        // Both ends of a pair cut alike, whether it goes on by itself or not.
+        segments_(exchange.options_, call,
+                  call.collective == Collective::kAllToAll ? exchange.size() : members_.size()),
+        two_phase_(exchange.options_.two_phase),
         matched_(exchange.size(), true) {
     const auto own = std::find(members_.begin(), members_.end(), rank_);
     receivers_.assign(own + 1, members_.end());
@@ -81,17 +93,34 @@ class HostCall {
   }
 
   void agree() {
-    post_hellos();
-    check_hellos();
+    post_greetings();
+    check_greetings();
     end();
+  }
+
+  // Greets a rank with which nothing is exchanged. Whether it agrees is found in a later call.
+  void greet_only(int peer) {
+    answer_earlier(peer, kUnanswered);
+    exchange_.state_.unanswered[peer].push_back(greet(peer));
+    if (!mismatches_.empty()) throw MismatchError(mismatches_);
+  }
+
+  // Waits for all but so many of the greetings that calls with nothing to exchange have left.
+  void answer_earlier(int peer, size_t but) {
+    auto& earlier = exchange_.state_.unanswered[peer];
+    while (earlier.size() > but) {
+      is_answered(peer, *earlier.front());
+      wait(earlier.front()->sent, "sending to", peer);
+      earlier.pop_front();
+    }
   }
 
   void run() {
     const uint64_t segments = segments_.count(parts_);
 
-    if (!parts_.agreed) post_hellos();
-    if (segments > 0) encode_segment(0);  // hides the hellos' round trip
-    check_hellos();
+    if (!parts_.agreed) post_greetings();
+    if (segments > 0) encode_segment(0);  // hides the greetings' round trip
+    check_greetings();
     for (uint64_t k = 0; k < std::min(kSlots, segments); k++) post_receives(k);
     // A dynamic part, of which only the static one tells, moves while the next segment is encoded.
     for (uint64_t k = 0; k < segments + kSlots - 1; k++) {
@@ -111,9 +140,10 @@ class HostCall {
 
  private:
   static constexpr uint64_t kSlots = HostExchange::kSlots;
+  static constexpr size_t kUnanswered = 64;  // greetings that may be open at once
 
   void end() {
-    for (auto& [peer, posted] : hello_sends_) wait(posted, "sending to", peer);
+    for (auto& [peer, greeting] : greetings_) wait(greeting->sent, "sending to", peer);
     if (error_) std::rethrow_exception(error_);
     if (!mismatches_.empty()) throw MismatchError(mismatches_);
   }
@@ -125,17 +155,28 @@ class HostCall {
     uint64_t static_size = 0;
     uint8_t* dynamic = nullptr;
     Encoded encoded;
+    uint64_t size = 0;  // of both together
   };
 
-  // A message that arrives: its static part, and then its dynamic part, is posted.
+  // A message that arrives: its static part, and then its dynamic part, is posted; with one phase its size, and then
+  // all of it.
   struct Incoming {
     std::unique_ptr<Posted> posted;
     Message message{};
+    uint64_t size = 0;
+    bool dynamic = false;  // is what is posted
   };
 
-  void wait(std::unique_ptr<Posted>& posted, const char* what, int peer) {
+  std::shared_ptr<void> span(const char* name) const {
+    return exchange_.services_.trace ? exchange_.services_.trace(name) : nullptr;
+  }
+
+  void wait(std::unique_ptr<Posted>& posted, const char* what, int peer, bool dynamic = false) {
     if (!posted) return;
-    Stopwatch stopwatch(exchange_.counters_.exchange_seconds);
+    double unused = 0;
+    const Stopwatch stopwatch(exchange_.counters_.exchange_seconds);
+    const Stopwatch dynamic_stopwatch(dynamic ? exchange_.counters_.dynamic_seconds : unused);
+    const auto traced = span(dynamic ? "zipccl:dynamic" : "zipccl:static");
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(exchange_.deadline_ - Clock::now());
     try {
       posted->wait(std::max(left, std::chrono::milliseconds(1)));
@@ -158,46 +199,57 @@ class HostCall {
     hello.sends = sends;
     hello.expects = expects;
     hello.segment_elements = segments_.elements();
-    hello.inline_bytes = segments_.inline_bytes(segments_.elements());
+    const uint64_t longest = std::max(sends, expects);
+    for (uint64_t k = 0; hello.coded && segments_.elements(longest, k) != 0; k++) {
+      hello.inline_bytes += segments_.inline_bytes(k, segments_.elements(longest, k));
+    }
     return hello;
   }
 
-  void post_hellos() {
-    for (int peer : receivers_) {
-      uint8_t* in = exchange_.workspace_.get(Workspace::kHello, peer, 0, sizeof(Hello));
-      hello_receives_.emplace_back(peer, exchange_.transport_.receive(peer, kHelloTag, in, sizeof(Hello)));
-      uint8_t* out = exchange_.workspace_.get(Workspace::kHello, peer, 1, sizeof(Hello));
-      const Hello mine = hello(parts_.outgoing[peer].elements, parts_.incoming[peer]);
-      std::memcpy(out, &mine, sizeof mine);
-      hello_sends_.emplace_back(peer, exchange_.transport_.send(peer, kHelloTag, out, sizeof(Hello)));
-      exchange_.counters_.wire_bytes += sizeof(Hello);
-      if (exchange_.is_local(peer)) exchange_.counters_.local_bytes += sizeof(Hello);
+  std::unique_ptr<Greeting> greet(int peer) {
+    auto greeting = std::make_unique<Greeting>();
+    const uint64_t sends = parts_.outgoing[peer].elements, expects = parts_.incoming[peer];
+    greeting->mine = hello(sends, expects);
+    greeting->expected = hello(expects, sends);
+    greeting->received = exchange_.transport_.receive(peer, kHelloTag, &greeting->theirs, sizeof(Hello));
+    greeting->sent = exchange_.transport_.send(peer, kHelloTag, &greeting->mine, sizeof(Hello));
+    exchange_.counters_.wire_bytes += sizeof(Hello);
+    if (exchange_.is_local(peer)) exchange_.counters_.local_bytes += sizeof(Hello);
+    return greeting;
+  }
+
+  void post_greetings() {
+    for (int peer : receivers_) greetings_.emplace_back(peer, greet(peer));
+  }
+
+  void check_greetings() {
+    for (auto& [peer, greeting] : greetings_) {
+      answer_earlier(peer, 0);
+      matched_[peer] = is_answered(peer, *greeting);
     }
   }
 
-  void check_hellos() {
-    for (auto& [peer, posted] : hello_receives_) {
-      wait(posted, "hearing from", peer);
-      Hello theirs;
-      std::memcpy(&theirs, exchange_.workspace_.get(Workspace::kHello, peer, 0, sizeof(Hello)), sizeof theirs);
-      const Hello expected = hello(parts_.incoming[peer], parts_.outgoing[peer].elements);
-      if (std::memcmp(&theirs, &expected, sizeof theirs) == 0) continue;
-      matched_[peer] = false;
-      mismatches_ += (mismatches_.empty() ? "" : "; ") + std::string("rank ") + std::to_string(peer) + " calls ";
-      if (theirs.magic != kMagic || theirs.version != kVersion) {
-        mismatches_ += "something that is not version " + std::to_string(kVersion) + " of zipccl's exchange";
-      } else {
-        mismatches_ += describe(theirs);
-      }
-      mismatches_ += ", but rank " + std::to_string(rank_) + " expects of it " + describe(expected);
+  // Whether the peer says what this rank expects.
+  bool is_answered(int peer, Greeting& greeting) {
+    wait(greeting.received, "hearing from", peer);
+    const Hello &theirs = greeting.theirs, &expected = greeting.expected;
+    if (std::memcmp(&theirs, &expected, sizeof theirs) == 0) return true;
+    mismatches_ += (mismatches_.empty() ? "" : "; ") + std::string("rank ") + std::to_string(peer) + " calls ";
+    if (theirs.magic != kMagic || theirs.version != kVersion) {
+      mismatches_ += "something that is not version " + std::to_string(kVersion) + " of zipccl's exchange";
+    } else {
+      mismatches_ += describe(theirs);
     }
+    mismatches_ += ", but rank " + std::to_string(rank_) + " expects of it " + describe(expected);
+    return false;
   }
 
   void encode_segment(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
     finish_sends(slot);
     produce(k);
-    Stopwatch stopwatch(exchange_.counters_.encode_seconds);
+    const Stopwatch stopwatch(exchange_.counters_.encode_seconds);
+    const auto traced = span("zipccl:encode");
     int first = -1;
     for (int peer : receivers_) {
       const Part& part = parts_.outgoing[peer];
@@ -214,14 +266,22 @@ class HostCall {
       options.plain = !segments_.coded(part.elements);
       options.checksum = exchange_.options_.checksum;
       options.scale = parts_.reduce.scale;
-      const uint64_t pool = segments_.inline_bytes(encoding.elements);
+      if (part.windows != nullptr) options.windows = part.windows + k * segments_.elements() / kChunkElements;
+      const uint64_t pool = segments_.inline_bytes(k, encoding.elements);
       const uint64_t dynamic = options.plain ? 0 : dynamic_bound(encoding.elements, call_.dtype, pool);
-      encoding.static_size = segments_.static_size(part.elements, encoding.elements);
-      encoding.statics = exchange_.workspace_.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
-      encoding.dynamic = exchange_.workspace_.get(Workspace::kSendDynamic, peer, slot, dynamic);
+      Workspace& workspace = exchange_.workspace_;
+      encoding.static_size = segments_.static_size(part.elements, k);
+      if (two_phase_) {
+        encoding.statics = workspace.get(Workspace::kSendStatic, peer, slot, encoding.static_size);
+        encoding.dynamic = workspace.get(Workspace::kSendDynamic, peer, slot, dynamic);
+      } else {
+        encoding.statics = workspace.get(Workspace::kSendStatic, peer, slot, encoding.static_size + dynamic);
+        encoding.dynamic = encoding.statics + encoding.static_size;
+      }
       const uint8_t* data = parts_.source(peer, k, k * segments_.elements(), call_.dtype);
       encoding.encoded =
           encode(data, encoding.elements, call_.dtype, options, pool, encoding.statics, encoding.dynamic);
+      encoding.size = encoding.static_size + encoding.encoded.dynamic_bytes;
     }
   }
 
@@ -230,19 +290,27 @@ class HostCall {
     for (int peer : receivers_) {
       const Encoding& encoding = encodings_[slot][peer];
       if (encoding.elements == 0 || !matched_[peer]) continue;
-      sends_[slot].emplace_back(peer,
-                                exchange_.transport_.send(peer, kStaticTag, encoding.statics, encoding.static_size));
+      const bool coded = segments_.coded(parts_.outgoing[peer].elements);
       const uint64_t dynamic_size = encoding.encoded.dynamic_bytes;
-      if (dynamic_size != 0) {
-        sends_[slot].emplace_back(peer, exchange_.transport_.send(peer, kDynamicTag, encoding.dynamic, dynamic_size));
-      }
+      const auto send = [&](Tag tag, const void* data, uint64_t bytes) {
+        sends_[slot].emplace_back(peer, exchange_.transport_.send(peer, tag, data, bytes));
+      };
       Counters& counters = exchange_.counters_;
+      if (two_phase_ || !coded) {
+        send(kStaticTag, encoding.statics, encoding.static_size);
+        if (dynamic_size != 0) send(kDynamicTag, encoding.dynamic, dynamic_size);
+      } else {
+        send(kSizeTag, &encoding.size, sizeof encoding.size);
+        send(kStaticTag, encoding.statics, encoding.size);
+        counters.wire_bytes += sizeof encoding.size;
+      }
       counters.messages++;
       counters.raw_bytes += encoding.elements * element_bytes(call_.dtype);
       counters.wire_bytes += encoding.static_size + dynamic_size;
       if (exchange_.is_local(peer)) counters.local_bytes += encoding.static_size + dynamic_size;
       counters.dynamic_bytes += dynamic_size;
-      if (segments_.coded(parts_.outgoing[peer].elements)) {
+      counters.sampled_chunks += encoding.encoded.sampled_chunks;
+      if (coded) {
         counters.coded_messages++;
         counters.elements += encoding.elements;
         counters.escapes += encoding.encoded.escapes;
@@ -260,9 +328,15 @@ class HostCall {
     for (int peer : senders_) {
       const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
       if (elements == 0 || !matched_[peer]) continue;
-      const uint64_t bytes = segments_.static_size(parts_.incoming[peer], elements);
+      Incoming& incoming = incoming_[slot][peer];
+      incoming.dynamic = false;
+      if (!two_phase_ && segments_.coded(parts_.incoming[peer])) {
+        incoming.posted = exchange_.transport_.receive(peer, kSizeTag, &incoming.size, sizeof incoming.size);
+        continue;
+      }
+      const uint64_t bytes = segments_.static_size(parts_.incoming[peer], k);
       uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, peer, slot, bytes);
-      incoming_[slot][peer].posted = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
+      incoming.posted = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
     }
   }
 
@@ -270,7 +344,12 @@ class HostCall {
     const int slot = static_cast<int>(k % kSlots);
     for (int peer : senders_) {
       const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
-      if (elements != 0 && matched_[peer]) receive_static(peer, slot, elements);
+      if (elements == 0 || !matched_[peer]) continue;
+      if (two_phase_ || !segments_.coded(parts_.incoming[peer])) {
+        receive_static(peer, k, elements);
+      } else {
+        receive_size(peer, k, elements);
+      }
     }
   }
 
@@ -286,7 +365,13 @@ class HostCall {
           continue;
         }
         Incoming& incoming = incoming_[slot][source];
-        wait(incoming.posted, "receiving from", source);
+        wait(incoming.posted, "receiving from", source, incoming.dynamic);
+        if (!two_phase_ && segments_.coded(parts_.incoming[source])) {
+          read_announced(source, elements, incoming.message);
+          if (incoming.message.static_size + incoming.message.dynamic_size != incoming.size) {
+            corrupted(source, "it has another size than was announced");
+          }
+        }
         guarded(source, [&] { consume(source, k, elements, &incoming.message); });
       }
       if (parts_.outputs.empty()) end_of_host(k);
@@ -324,36 +409,64 @@ class HostCall {
     if (!error_) error_ = std::current_exception();
   }
 
-  // Reads from the static part whether a dynamic part follows, which then takes its place as what is posted.
-  void receive_static(int source, int slot, uint64_t elements) {
-    auto& [posted, message] = incoming_[slot][source];
-    wait(posted, "receiving from", source);
+  // Posts the receive of a message whose size has come.
+  void receive_size(int source, uint64_t k, uint64_t elements) {
+    const int slot = static_cast<int>(k % kSlots);
+    Incoming& incoming = incoming_[slot][source];
+    wait(incoming.posted, "receiving from", source);
+    Message& message = incoming.message;
     message = {};
-    message.static_size = segments_.static_size(parts_.incoming[source], elements);
-    message.statics = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size);
-    MessageHeader header;
+    message.static_size = segments_.static_size(parts_.incoming[source], k);
+    const uint64_t dynamic = dynamic_bound(elements, call_.dtype, segments_.inline_bytes(k, elements));
+    if (incoming.size < message.static_size || incoming.size - message.static_size > dynamic) {
+      corrupted(source, "an impossible size of " + std::to_string(incoming.size) + " bytes was announced");
+    }
+    uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size + dynamic);
+    message.statics = memory;
+    message.dynamic = memory + message.static_size;
+    incoming.posted = exchange_.transport_.receive(source, kStaticTag, memory, incoming.size);
+  }
+
+  // How much follows such a message is unknown, so nothing after it can be received.
+  [[noreturn]] static void corrupted(int source, const std::string& what) {
+    throw TransportError("rank " + std::to_string(source) + " sent a corrupted message: " + what);
+  }
+
+  // Reads from the header of the announced message how long its dynamic part is.
+  void read_announced(int source, uint64_t elements, Message& message) const {
     try {
-      header = read_header(message.statics, message.static_size);
+      const MessageHeader header = read_header(message.statics, message.static_size);
       if (header.elements != elements || header.dtype != call_.dtype) {
         throw FormatError("the header is of another message than was announced");
       }
-    } catch (const FormatError& error) {
-      // How much follows is unknown, so nothing after it can be received.
-      throw TransportError("rank " + std::to_string(source) + " sent a corrupted message: " + error.what());
-    }
-    if ((header.flags & kPlain) == 0) {
+      if ((header.flags & kPlain) != 0) return;
       message.dynamic_size = dynamic_bytes(header.pool_bytes, header.inline_bytes, header.low_bytes);
+    } catch (const FormatError& error) {
+      corrupted(source, error.what());
     }
+  }
+
+  // Reads from the static part whether a dynamic part follows, which then takes its place as what is posted.
+  void receive_static(int source, uint64_t k, uint64_t elements) {
+    const int slot = static_cast<int>(k % kSlots);
+    auto& [posted, message, size, dynamic] = incoming_[slot][source];
+    wait(posted, "receiving from", source);
+    message = {};
+    message.static_size = segments_.static_size(parts_.incoming[source], k);
+    message.statics = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size);
+    read_announced(source, elements, message);
     if (message.dynamic_size == 0) return;
     uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveDynamic, source, slot, message.dynamic_size);
     posted = exchange_.transport_.receive(source, kDynamicTag, memory, message.dynamic_size);
+    dynamic = true;
     message.dynamic = memory;
   }
 
   // A message that cannot be decoded must not keep the other ranks from what they wait for: it is reported at the end.
   template <typename Function>
   void guarded(int source, Function function) {
-    Stopwatch stopwatch(exchange_.counters_.decode_seconds);
+    const Stopwatch stopwatch(exchange_.counters_.decode_seconds);
+    const auto traced = span("zipccl:decode");
     if (error_) return;
     try {
       function();
@@ -413,6 +526,7 @@ class HostCall {
   const int rank_;
   const std::vector<int> members_;
   const std::vector<std::vector<int>> order_;
+  const bool two_phase_;
   // The peers, each rank's in another order, so that not all turn to one.
   std::vector<int> receivers_, senders_;
   const Segments segments_;
@@ -424,8 +538,7 @@ class HostCall {
   std::exception_ptr error_;
 
   using PeerPosted = std::pair<int, std::unique_ptr<Posted>>;
-  std::vector<PeerPosted> hello_sends_;
-  std::vector<PeerPosted> hello_receives_;
+  std::vector<std::pair<int, std::unique_ptr<Greeting>>> greetings_;
   std::vector<Encoding> encodings_[kSlots];
   std::vector<PeerPosted> sends_[kSlots];
   std::vector<Incoming> incoming_[kSlots];
@@ -445,10 +558,14 @@ uint8_t* Workspace::get(Use use, int peer, int slot, uint64_t bytes) {
 
 void HostExchange::run(const Call& call, const Parts& parts) {
   double inner = 0;
-  Stopwatch total(depth_ == 0 ? counters_.total_seconds : inner);
+  const Stopwatch total(depth_ == 0 ? counters_.total_seconds : inner);
   depth_++;
   try {
-    HostCall(*this, call, parts).run();
+    if (call.collective == Collective::kAllToAll) {
+      run_pairs(call, parts);
+    } else {
+      HostCall(*this, call, parts).run();
+    }
   } catch (...) {
     depth_--;
     throw;
@@ -456,6 +573,107 @@ void HostExchange::run(const Call& call, const Parts& parts) {
   depth_--;
 }
 
+void HostExchange::run_pairs(const Call& call, const Parts& parts) {
+  const int own = rank();
+  Parts others = parts;
+  others.outgoing[own].elements = others.incoming[own] = 0;
+  std::vector<int> peers;
+  uint64_t elements = 0;
+  std::string mismatches;
+  for (int peer = 0; peer < size(); peer++) {
+    if (peer == own) continue;
+    const uint64_t exchanged = parts.outgoing[peer].elements + parts.incoming[peer];
+    elements += exchanged;
+    if (exchanged != 0) {
+      peers.push_back(peer);
+      continue;
+    }
+    try {
+      HostCall(*this, call, others).greet_only(peer);
+    } catch (const MismatchError& mismatch) {
+      mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
+    }
+  }
+  const Part& kept = parts.outgoing[own];
+  if (kept.elements != 0 && kept.data != parts.outputs[own]) {
+    std::memcpy(parts.outputs[own], kept.data, kept.elements * element_bytes(call.dtype));
+  }
+
+  std::exception_ptr failure;
+  if (peers.size() > 1 && peers.size() <= kMostThreads && elements * element_bytes(call.dtype) >= kWorthThreads &&
+      services_.side_by_side) {
+    std::vector<Counters> counters(peers.size());
+    std::vector<std::exception_ptr> failures(peers.size());
+    std::vector<std::function<void()>> tasks;
+    for (size_t i = 0; i < peers.size(); i++) {
+      tasks.emplace_back([&, i] {
+        try {
+          Parts pair = others;
+          pair.members = {std::min(own, peers[i]), std::max(own, peers[i])};
+          HostExchange exchange(transport_, state_, state_.of_pairs[peers[i]], options_, hosts_, deadline_, counters[i],
+                                services_);
+          const Stopwatch total(counters[i].total_seconds);
+          HostCall(exchange, call, pair).run();
+        } catch (...) {
+          failures[i] = std::current_exception();
+        }
+      });
+    }
+    services_.side_by_side(tasks);
+    add_pairs(counters);
+    // What ends the connections comes first, then what is wrong with a message.
+    for (const auto& one : failures) {
+      try {
+        if (one) std::rethrow_exception(one);
+      } catch (const MismatchError& mismatch) {
+        mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
+      } catch (const FormatError&) {
+        if (!failure) failure = one;
+      }
+    }
+  } else if (!peers.empty()) {
+    others.members = peers;
+    others.members.insert(std::lower_bound(peers.begin(), peers.end(), own) - peers.begin() + others.members.begin(),
+                          own);
+    try {
+      HostCall(*this, call, others).run();
+    } catch (const MismatchError& mismatch) {
+      mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+  if (!mismatches.empty()) throw MismatchError(mismatches);
+}
+
+// Bytes of all pairs; the seconds of the one that took longest, as they went side by side.
+void HostExchange::add_pairs(const std::vector<Counters>& pairs) {
+  const Counters* longest = &pairs[0];
+  for (const Counters& pair : pairs) {
+    if (pair.total_seconds > longest->total_seconds) longest = &pair;
+  }
+  for (Counters pair : pairs) {
+    if (pair.total_seconds != longest->total_seconds) {
+      pair.encode_seconds = pair.exchange_seconds = pair.dynamic_seconds = pair.decode_seconds = 0;
+    }
+    pair.total_seconds = 0;
+    counters_ += pair;
+  }
+}
+
 void HostExchange::agree(const Call& call, const Parts& parts) { HostCall(*this, call, parts).agree(); }
+
+void HostExchange::settle() {
+  for (int peer = 0; peer < size(); peer++) {
+    for (auto& greeting : state_.unanswered[peer]) {
+      const auto left = [this] {
+        return std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now()),
+                        std::chrono::milliseconds(1));
+      };
+      greeting->received->wait(left());
+      greeting->sent->wait(left());
+    }
+    state_.unanswered[peer].clear();
+  }
+}
 
 }  // namespace zipccl

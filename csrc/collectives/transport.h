@@ -18,7 +18,7 @@ class Posted {
 };
 
 // Between two ranks, operations with the same tag match in the order in which they were posted, and a receive has
-// exactly the size of its send. Not thread-safe but for abort(): one schedule at a time uses a transport.
+// exactly the size of its send. Several threads may post and wait at once, each for a peer of its own.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -1,5 +1,6 @@
 #include "process_group/ProcessGroupZipCCL.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
@@ -38,6 +39,14 @@ Reduce reduce_of(const ReduceOp& operation, int size, const ZipCCLOptions& optio
   if (operation == ReduceOp::AVG) reduce.divisor = static_cast<float>(size);
   if (operation == ReduceOp::PREMUL_SUM) reduce.scale = premul_factor(operation).item<float>();
   return reduce;
+}
+
+std::shared_ptr<void> profiler_span(const char* name) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return nullptr;
+  auto span = std::make_shared<at::RecordFunction>(std::move(*callbacks));
+  span->before(name);
+  return span;
 }
 
 // Throws on all ranks if they have not the same options; where each of them is, else.
@@ -91,8 +100,11 @@ ProcessGroupZipCCL::ProcessGroupZipCCL(Ptr<c10d::Store> store, Ptr<c10d::Backend
       exchange_(std::move(exchange)),
       options_(std::move(options)),
       cuda_factory_(std::move(cuda_factory)),
-      transport_(std::make_unique<BackendTransport>(exchange_)) {
+      transport_(std::make_unique<BackendTransport>(exchange_)),
+      host_state_(size_) {
   init();
+  host_services_.trace = profiler_span;
+  host_services_.side_by_side = [this](const auto& tasks) { crew_.run(tasks); };
   coder_name();  // a ZIPCCL_CPU that this processor cannot run fails here, on this rank's thread
   hosts_ = check_agreement(*store_, rank_, size_, *options_);
   for (const ProfilePoint& point : options_->profile) {
@@ -131,6 +143,10 @@ bool ProcessGroupZipCCL::exchangeable(const at::Tensor& tensor) const {
   return true;
 }
 
+std::shared_ptr<const KnownWindows> ProcessGroupZipCCL::known_of(const at::Tensor& tensor) const {
+  return options_->use_known_windows && exchangeable(tensor) ? known_windows(tensor) : nullptr;
+}
+
 Job ProcessGroupZipCCL::all_gather_job(Route route, const Tensors& outputs, const at::Tensor& input) {
   auto targets = targets_of(outputs);
   at::Tensor source = dense(input);
@@ -139,15 +155,20 @@ Job ProcessGroupZipCCL::all_gather_job(Route route, const Tensors& outputs, cons
     const bool in_place = r == rank_ && target.const_data_ptr() == source.const_data_ptr();
     if (!in_place && overlap(source, target)) source = source.clone();
   }
-  return [route, targets, source](Exchange& exchange, uint64_t sequence) mutable {
-    const Call call{Collective::kAllGather, sequence, dtype_of(source), 0, 0, route};
+  return [route, targets, source, known = known_of(source)](Exchange& exchange, uint64_t sequence) mutable {
+    Call call{Collective::kAllGather, sequence, dtype_of(source), 0, 0, route};
+    Part input{source.const_data_ptr(), message_elements(source)};
+    if (known) {
+      input.windows = known->windows.data();
+      call.escapes = known->escapes;
+    }
     std::vector<void*> outputs;
     std::vector<uint64_t> elements;
     for (const auto& target : targets) {
       outputs.push_back(target.dense().data_ptr());
       elements.push_back(message_elements(target.dense()));
     }
-    zipccl::all_gather(exchange, call, source.const_data_ptr(), outputs, elements);
+    zipccl::all_gather(exchange, call, input, outputs, elements);
     for (auto& target : targets) target.copy_back();
   };
 }
@@ -456,13 +477,20 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::all_to_all(const Tensors& out
                        [&](const at::Tensor& output) { return overlap(input, output); });
   });
   Tensors sources;
-  for (const auto& input : inputs) sources.push_back(dense(aliased ? input.clone() : input));
-  Job job = [route, targets, sources](Exchange& exchange, uint64_t sequence) mutable {
+  std::vector<std::shared_ptr<const KnownWindows>> known;
+  for (const auto& input : inputs) {
+    sources.push_back(dense(aliased ? input.clone() : input));
+    known.push_back(known_of(sources.back()));
+  }
+  Job job = [route, targets, sources, known](Exchange& exchange, uint64_t sequence) mutable {
     const Call call{Collective::kAllToAll, sequence, dtype_of(sources[0]), 0, 0, route};
     std::vector<Part> parts;
     std::vector<void*> memory;
     std::vector<uint64_t> elements;
-    for (const auto& source : sources) parts.push_back({source.const_data_ptr(), message_elements(source)});
+    for (size_t r = 0; r < sources.size(); r++) {
+      parts.push_back({sources[r].const_data_ptr(), message_elements(sources[r])});
+      if (known[r]) parts.back().windows = known[r]->windows.data();
+    }
     for (const auto& target : targets) {
       memory.push_back(target.dense().data_ptr());
       elements.push_back(message_elements(target.dense()));
@@ -810,8 +838,20 @@ void ProcessGroupZipCCL::shutdown() {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
     cuda_shut_down_ = true;
   }
+  settle_exchange();
   close_exchange();
   plain_->shutdown();
+}
+
+void ProcessGroupZipCCL::settle_exchange() {
+  if (!transport_) return;
+  Counters counters;
+  const auto deadline = std::chrono::steady_clock::now() + options_->timeout;
+  try {
+    HostExchange(*transport_, host_state_, options_->exchange, hosts_, deadline, counters, host_services_).settle();
+  } catch (const std::exception&) {
+    // The peer is gone, or the group was aborted: nobody waits for us any more.
+  }
 }
 
 void ProcessGroupZipCCL::waitForPendingWorks() {
@@ -908,6 +948,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::hand_on_cuda(const char* coll
 void ProcessGroupZipCCL::close_exchange() {
   exchange_.reset();
   std::lock_guard<std::mutex> lock(transport_mutex_);
+  for (auto& greetings : host_state_.unanswered) greetings.clear();
   transport_.reset();
 }
 
@@ -976,7 +1017,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZipCCL::submit_exchange(Collective co
   auto run = [this, collective, first, jobs = std::move(jobs)](std::chrono::milliseconds timeout) {
     Counters counters;
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    HostExchange exchange(*transport_, workspace_, options_->exchange, hosts_, deadline, counters);
+    HostExchange exchange(*transport_, host_state_, options_->exchange, hosts_, deadline, counters, host_services_);
     std::string error;
     bool broken = false;
     for (size_t i = 0; i < jobs.size() && !broken; i++) {

@@ -19,6 +19,7 @@
 #include "process_group/cuda_calls.h"
 #include "process_group/options.h"
 #include "process_group/tensor.h"
+#include "process_group/windows.h"
 #include "process_group/worker.h"
 
 namespace zipccl {
@@ -171,6 +172,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
 
   // Whether tensors of this dtype may go over our exchange, on their device.
   bool exchangeable(const at::Tensor& tensor) const;
+  std::shared_ptr<const KnownWindows> known_of(const at::Tensor& tensor) const;
   Job all_gather_job(Route route, const Tensors& outputs, const at::Tensor& input);
   Job reduce_scatter_job(Route route, const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& operation);
   Job all_reduce_job(Route route, const at::Tensor& tensor, const c10d::ReduceOp& operation);
@@ -182,6 +184,8 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors result_outputs, Tensors result_inputs,
                      c10d::OpType type, Route route, const c10d::AllToAllOptions& options);
 
+  // Peers may still be about to hear that this rank had nothing for them.
+  void settle_exchange();
   // Ends the connections of the exchange, which tells peers that wait. By the worker, or when it is idle.
   void close_exchange();
   void check_device(const char* collective, const Tensors& tensors) const;
@@ -222,7 +226,9 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   std::unique_ptr<CudaCalls> cuda_calls_;
   std::mutex transport_mutex_;  // the worker drops the transport after a failure, abort() comes from any thread
   std::unique_ptr<Transport> transport_;
-  Workspace workspace_;
+  HostState host_state_;  // after the transport, so that it goes first
+  HostServices host_services_;
+  Crew crew_;
   std::atomic<uint64_t> sequence_{0};
   uint64_t splits_ = 0;
   bool coalescing_ = false;

@@ -32,6 +32,8 @@ struct ZipCCLOptions final : c10d::Backend::Options {
   std::optional<Route> mode;  // none: the switcher decides
   ExchangeOptions exchange;
   bool bf16_partial_sums = false;
+  // Code windows that are known of the values (windows.h) are used; else samples choose them.
+  bool use_known_windows = true;
   // What ranks on one host have in common; each rank's own affair.
   std::string host;
   std::vector<ProfilePoint> profile;
@@ -46,8 +48,10 @@ struct ZipCCLOptions final : c10d::Backend::Options {
     text << std::setprecision(std::numeric_limits<double>::max_digits10) << "wire format " << kVersion << ", mode='"
          << (mode ? name(*mode) : "auto") << "', min_bytes=" << exchange.min_bytes
          << ", segment_bytes=" << exchange.segment_bytes << ", inline_fraction=" << exchange.inline_fraction
-         << ", checksum=" << (exchange.checksum ? "True" : "False") << ", cuda_segment_bytes=" << cuda_segment_bytes
-         << ", cuda_over='" << (cuda_over_gloo ? "gloo" : "nccl")
+         << ", checksum=" << (exchange.checksum ? "True" : "False")
+         << ", two_phase=" << (exchange.two_phase ? "True" : "False") << ", cuda_segment_bytes=" << cuda_segment_bytes
+         << ", cuda_over='" << (cuda_over_gloo ? "gloo" : "nccl") << "', window='"
+         << (use_known_windows ? "sigma" : "sample")
          << "', bf16_partial_sums=" << (bf16_partial_sums ? "True" : "False");
     if (!profile.empty()) text << ", profile=" << fingerprint();
     return text.str();

@@ -74,4 +74,48 @@ void Worker::run(Item item) {
   WorkZipCCL::complete(item.work, exception);
 }
 
+Crew::~Crew() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Crew::run(const std::vector<std::function<void()>>& tasks) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    state_.emplace();
+    open_ = tasks.size();
+    for (size_t i = 1; i < tasks.size(); i++) queue_.push_back(&tasks[i]);
+    while (threads_.size() + 1 < tasks.size()) threads_.emplace_back([this] { loop(); });
+  }
+  changed_.notify_all();
+  tasks[0]();
+  std::unique_lock<std::mutex> lock(mutex_);
+  open_--;
+  changed_.wait(lock, [this] { return open_ == 0; });
+}
+
+void Crew::loop() {
+  c10::setThreadName("zipccl_pair");
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    const auto* task = queue_.front();
+    queue_.pop_front();
+    const at::ThreadLocalState state = *state_;
+    lock.unlock();
+    {
+      const at::ThreadLocalStateGuard guard(state);
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      (*task)();
+    }
+    lock.lock();
+    if (--open_ == 0) changed_.notify_all();
+  }
+}
+
 }  // namespace zipccl

@@ -7,7 +7,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <vector>
 
 #include "process_group/work.h"
 
@@ -42,6 +44,25 @@ class Worker {
   bool stopping_ = false;
   std::string refusal_;
   std::thread thread_;
+};
+
+// Threads that run tasks side by side; they start when they are first needed.
+class Crew {
+ public:
+  ~Crew();
+  // Returns when all tasks are done; they do not throw. By one thread at a time.
+  void run(const std::vector<std::function<void()>>& tasks);
+
+ private:
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<const std::function<void()>*> queue_;
+  size_t open_ = 0;                            // tasks that are not done
+  std::optional<at::ThreadLocalState> state_;  // of the caller
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace zipccl

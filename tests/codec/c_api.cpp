@@ -10,7 +10,7 @@ namespace {
 
 EncodeOptions make_options(const int16_t* tops, int plain, int checksum, float scale) {
   EncodeOptions options;
-  options.tops = tops;
+  options.windows = tops;
   options.plain = plain != 0;
   options.checksum = checksum != 0;
   options.scale = scale;
@@ -55,6 +55,10 @@ int api_best_window(const uint32_t* counts) {
   std::memcpy(histogram.count, counts, sizeof histogram.count);
   const Window window = best_window(histogram);
   return window.top | static_cast<int>(window.mode) << 8;
+}
+
+int api_plan(const void* input, uint64_t elements, int dtype, int16_t* windows, uint32_t* escapes) {
+  return guarded([&] { plan(input, elements, static_cast<DType>(dtype), windows, escapes); });
 }
 
 int api_encode(const void* input, uint64_t elements, int dtype, const int16_t* tops, int plain, int checksum,

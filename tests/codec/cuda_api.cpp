@@ -64,7 +64,7 @@ MessageHeader header_at(const uint8_t* statics) {
 }
 
 struct Options {
-  const int16_t* tops;
+  const int16_t* windows;
   bool plain, checksum;
   float scale;
 };
@@ -79,7 +79,7 @@ MessageHeader encode_message(const void* values, uint64_t elements, int dtype, c
   outgoing.statics = statics;
   outgoing.pool = pool;
   outgoing.low = low;
-  outgoing.tops = options.tops;
+  outgoing.windows = options.windows;
   outgoing.inline_bytes = inline_bytes;
   outgoing.scale = options.scale;
   outgoing.plain = options.plain;

@@ -145,6 +145,7 @@ def library() -> ctypes.CDLL:
         "set_coder": [ctypes.c_char_p],
         "window_top": [real],
         "best_window": [pointer],
+        "plan": [pointer, u64, integer, pointer, pointer],
         "contiguous_message": [pointer, u64, pointer, pointer],
         "read_header": [pointer, u64, pointer],
     }
@@ -298,6 +299,15 @@ def encode(
         assert (unused == GUARD_BYTE).all(), "unused bytes of the inline pool were overwritten"
         unused[:] = 0
     return statics.bytes.tobytes(), dynamic.bytes[: used.value].tobytes()
+
+
+def plan(array: np.ndarray, dtype: int, windows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The windows of an encoding, and the escapes of each chunk with them."""
+    values = as_input(array, dtype, 0)
+    chosen, escapes = np.array(windows, np.int16), np.zeros(len(windows), np.uint32)
+    with using("portable"):
+        call("plan", address(values), len(values), dtype, address(chosen), address(escapes))
+    return chosen.tolist(), escapes.tolist()
 
 
 def encode_contiguous(

@@ -117,3 +117,43 @@ def test_steady_data_keeps_its_window(cpu_coder):
     values = normal(200 * CHUNK, 0.02)
     static, _ = library.encode(values, BF16, coder=cpu_coder)
     assert len(set(chunk_windows(static, len(values)))) == 1
+
+
+def outside(values: np.ndarray, window: int) -> int:
+    """How many of these values a given window leaves without a code."""
+    exponents = (values >> 7 & 0xFF).astype(int)
+    zeros = window & 0x100
+    coded = (window - exponents) % 256 < (6 if zeros else 7)
+    return int((~(coded | ((exponents == 0) & bool(zeros)))).sum())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("n", [1, 1000, 1024, 3000, CHUNK, CHUNK + 1, 6 * CHUNK, 7 * CHUNK + 777])
+def test_plan_says_what_encode_does(n: int, dtype: int, coder: str) -> None:
+    """Windows that fit, that do not, and none; Gaussian, zeros, random bits."""
+    random = np.random.default_rng(n)
+    values = normal(n, 0.02, n)
+    values[2 * CHUNK : 3 * CHUNK][::2] = 0
+    values[3 * CHUNK : 4 * CHUNK] = random.integers(0, 1 << 16, len(values[3 * CHUNK : 4 * CHUNK]), np.uint16)
+    wide = values.astype(np.uint32) << 16 | 1 if dtype == FP32 else values
+    fits = window_top(0.02)
+    given = [fits, 20, -1, fits, fits | 0x100, fits, fits - 40, fits][: -(-n // CHUNK)]
+    windows, escapes = library.plan(wide, dtype, given)
+    for chunk, (before, window, count) in enumerate(zip(given, windows, escapes, strict=True)):
+        part = values[chunk * CHUNK : (chunk + 1) * CHUNK]
+        kept = 0 <= before and outside(part, before) <= len(part) // 16
+        assert (window == before) == kept
+        assert kept or window & 0x200, "a sample's window is to be kept"
+        padded = -(-len(part) // 1024) * 1024
+        assert count == min(outside(part, window), len(part) - min(len(part), 3 * padded // 8))
+    static, dynamic = library.encode(wide, dtype, tops=windows, inline_bytes=sum(escapes), coder=coder)
+    assert int.from_bytes(static[16:24], "little") == sum(escapes), "all of them are inline, and fill the pool"
+    assert (library.decode(static, dynamic, n, dtype, coder=coder) == wide).all()
+
+
+def test_a_window_with_zeros_can_be_given(coder: str) -> None:
+    values = normal(2 * CHUNK, 0.02)
+    values[::3] = 0
+    top = window_top(0.02)
+    static, _ = library.encode(values, BF16, tops=[top | 0x100] * 2, coder=coder)
+    assert chunk_windows(static, len(values)) == [(top, 1)] * 2

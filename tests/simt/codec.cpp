@@ -155,7 +155,7 @@ std::unique_ptr<Sent> prepare(const Case& what, uint32_t seed) {
     const std::vector<int16_t> tops(chunk_count(what.elements), static_cast<int16_t>(what.top));
     sent->tops = buffer(tops.size() * sizeof(int16_t));
     sent->tops->fill(tops.data(), tops.size() * sizeof(int16_t));
-    outgoing.tops = reinterpret_cast<const int16_t*>(sent->tops->data());
+    outgoing.windows = reinterpret_cast<const int16_t*>(sent->tops->data());
   }
   cuda::Incoming& incoming = sent->incoming;
   incoming.statics = sent->statics->data();
@@ -187,7 +187,7 @@ void encode_on_cpu(Sent& sent) {
   const Case& what = sent.what;
   EncodeOptions options;
   const std::vector<int16_t> tops(chunk_count(what.elements), static_cast<int16_t>(what.top));
-  if (what.top >= 0) options.tops = tops.data();
+  if (what.top >= 0) options.windows = tops.data();
   options.plain = what.plain;
   options.checksum = what.checksum;
   options.scale = what.scale;

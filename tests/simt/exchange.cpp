@@ -295,6 +295,7 @@ Bytes make_values(const std::string& kind, uint64_t elements, DType dtype, bool 
   for (uint64_t i = 0; i < elements; i++) {
     const uint64_t bits = random();
     uint32_t exponent = 120 - static_cast<uint32_t>(__builtin_ctzll(bits | 1 << 12));
+    if (kind == "steps") exponent += 2 * static_cast<uint32_t>(i / kChunkElements % 3);  // each chunk its own window
     const bool outlier = kind == "raw" || (kind == "some" && bits >> 56 < 32);
     if (outlier) exponent = bits >> 48 & 0xff;
     if (exponent == 0xff) exponent = 0xfe;  // no NaN, of whose bits reductions keep none
@@ -323,7 +324,10 @@ struct Plan {
   float divisor = 1;
   Route route = Route::kZip;
   int ranks_per_host = 0;                  // 0: all are on one
+  bool planned = false;                    // windows, and of an all-gather room for exactly the escapes, are known
   std::vector<std::vector<Bytes>> values;  // [from][to]; of an all-gather: [from][0]
+  std::vector<std::vector<std::vector<int16_t>>> windows;  // likewise
+  std::shared_ptr<std::vector<uint32_t>> escapes;
   std::string name;
 
   int size() const { return static_cast<int>(elements.size()); }
@@ -363,6 +367,22 @@ void fill(Plan& plan, uint64_t seed) {
     for (int to = 0; to < (plan.collective == Collective::kAllGather ? 1 : plan.size()); to++) {
       plan.values[from].push_back(make_values(plan.kinds[from], plan.elements[from][to], plan.dtype, plan.low,
                                               seed * 64 + static_cast<uint64_t>(from * 8 + to)));
+    }
+  }
+  if (plan.planned) {
+    if (plan.collective == Collective::kAllGather) plan.escapes = std::make_shared<std::vector<uint32_t>>();
+    for (int from = 0; from < plan.size(); from++) {
+      plan.windows.emplace_back();
+      for (size_t to = 0; to < plan.values[from].size(); to++) {
+        const uint64_t elements = plan.elements[from][to];
+        std::vector<int16_t> windows(chunk_count(elements), -1);
+        std::vector<uint32_t> escapes(windows.size());
+        zipccl::plan(plan.values[from][to].data(), elements, plan.dtype, windows.data(), escapes.data());
+        plan.windows[from].push_back(std::move(windows));
+        if (!plan.escapes) continue;
+        plan.escapes->resize(std::max(plan.escapes->size(), escapes.size()));
+        for (size_t i = 0; i < escapes.size(); i++) (*plan.escapes)[i] = std::max((*plan.escapes)[i], escapes[i]);
+      }
     }
   }
   plan.name = std::string(name(plan.collective)) + " (" + name(plan.route) + ") " + std::to_string(seed) + " on " +
@@ -515,7 +535,10 @@ class Group {
           outcome->counters += counters;
           if (outcome->error.empty()) outcome->error = error;
         });
-    const Call call = {plan.collective, 0, plan.dtype, 0, 0, plan.route};
+    const Call call = {plan.collective, 0, plan.dtype, 0, 0, plan.route, plan.escapes};
+    const auto part = [&](const void* data, uint64_t elements, int to) {
+      return Part{data, elements, plan.planned ? plan.windows[own][to].data() : nullptr};
+    };
     std::vector<void*> outputs;
     std::vector<uint64_t> sizes;
     if (plan.collective == Collective::kAllGather) {
@@ -537,13 +560,13 @@ class Group {
       }
       upload(plan.sent(own, 0), input);
       for (uint64_t count : elements) sizes.push_back(count * width);
-      all_gather(exchange, call, input, outputs, elements);
+      all_gather(exchange, call, part(input, elements[own], 0), outputs, elements);
     } else {
       std::vector<Part> inputs;
       for (int peer = 0; peer < size; peer++) {
         uint8_t* input = array(plan.elements[own][peer] * width);
         upload(plan.sent(own, peer), input);
-        inputs.push_back({input, plan.elements[own][peer]});
+        inputs.push_back(part(input, plan.elements[own][peer], peer));
       }
       if (plan.collective == Collective::kAllToAll) {
         std::vector<uint64_t> incoming;
@@ -592,7 +615,8 @@ class Group {
     const Plan& plan = *flight.plan;
     const Counters& told = flight.outcome->counters;
     if (plan.route == Route::kHierarchical) return;  // several exchanges
-    const Segments segments(setup_.options, {plan.collective, 0, plan.dtype}, setup_.size);
+    const Segments segments(setup_.options, {plan.collective, 0, plan.dtype, 0, 0, plan.route, plan.escapes},
+                            setup_.size);
     Counters wanted;
     for (int peer = 0; peer < setup_.size; peer++) {
       const uint64_t part = plan.elements[rank.rank][peer];
@@ -601,7 +625,7 @@ class Group {
         const uint64_t elements = segments.elements(part, k);
         wanted.messages++;
         wanted.raw_bytes += elements * element_bytes(plan.dtype);
-        wanted.wire_bytes += segments.static_size(part, elements);
+        wanted.wire_bytes += segments.static_size(part, k);
         if (!segments.coded(part)) continue;
         wanted.coded_messages++;
         wanted.elements += elements;
@@ -614,7 +638,8 @@ class Group {
     expect(told.elements == wanted.elements, who + "elements");
     expect(told.wire_bytes == wanted.wire_bytes + told.dynamic_bytes, who + "wire bytes");
     const std::string& kind = plan.kinds[rank.rank];
-    const bool overflows = wanted.elements != 0 && (kind == "some" || kind == "raw" || plan.low);
+    const bool crowded = !plan.escapes && (kind == "some" || kind == "raw");
+    const bool overflows = wanted.elements != 0 && (crowded || plan.low);
     expect((told.dynamic_bytes != 0) == overflows, who + (overflows ? "did not overflow" : "overflowed"));
     expect(told.encode_seconds >= 0 && told.exchange_seconds >= 0 && told.decode_seconds >= 0, who + "seconds");
   }
@@ -744,6 +769,34 @@ void splits() {
     }
     // Where a plan's ranks have no data of their kind that is coded, overflow is not expected of them.
     run(Setup(size), std::move(plans));
+  }
+}
+
+// Windows that are known, and where all ranks know the escapes, inline pools of just that size, segment by segment.
+void windows() {
+  for (int size : {2, 3}) {
+    Setup setup(size);
+    setup.options.segment_bytes = 1;
+    std::vector<Plan> plans;
+    for (Collective collective : {Collective::kAllGather, Collective::kAllToAll}) {
+      for (const char* pattern : {"steps", "raw"}) {
+        for (DType dtype : kDTypes) {
+          const uint64_t segment = (128 << 10) / element_bytes(dtype);
+          const uint64_t elements = plans.size() % 3 == 0 ? 5000 : segment + 2 * 8192 + 77;
+          Plan plan = make_plan(collective, dtype, square(size, elements), kinds_of(size, pattern));
+          plan.planned = true;
+          plan.low = dtype == DType::kFloat32 && plans.size() % 2 == 1;
+          plan.stream = static_cast<int>(plans.size() % 2);
+          plans.push_back(plan);
+        }
+      }
+    }
+    // What all-gathers send may differ in length: the longest says how much room there is.
+    Plan plan = make_plan(Collective::kAllGather, DType::kBFloat16, square(size, 3000), kinds_of(size, "steps"));
+    plan.elements[size - 1].assign(size, (64 << 10) + 2 * 8192 + 500);
+    plan.planned = true;
+    plans.push_back(plan);
+    run(setup, std::move(plans));
   }
 }
 
@@ -1075,6 +1128,7 @@ int main(int argc, char** argv) {
       {"checksum", checksum},
       {"splits", splits},
       {"segments", segments},
+      {"windows", windows},
       {"hosts", hosts},
       {"segments-by-hosts", segments_by_hosts},
       {"pipeline", pipeline},

@@ -30,8 +30,8 @@ SOURCES = [
 
 WRONG, STUCK, SANITIZER = 1, 71, 99
 
-SETS = "collectives in-place checksum splits segments hosts segments-by-hosts pipeline reuse slow other-streams".split()
-SETS += "abort-static abort-dynamic corrupt after-corrupt failing-transport".split()
+SETS = "collectives in-place checksum splits segments windows hosts segments-by-hosts pipeline reuse slow".split()
+SETS += "other-streams abort-static abort-dynamic corrupt after-corrupt failing-transport".split()
 
 # Schedules and the policy by which streams are chosen.
 SOME = {"plain": [(2, "random"), (1, "starve")], "address": [(5, "random")], "race": [(1, "round-robin")]}
@@ -57,6 +57,7 @@ WAIT = "address(ticket.flag), ticket.value, CU_STREAM_WAIT_VALUE_GEQ"
 NO_WAIT = WAIT.replace("ticket.value", "0")
 SET_FLAG = "write_value()(stream_, address(ticket.flag), ticket.value, CU_STREAM_WRITE_VALUE_DEFAULT);\n"
 WAITS = "    const CUresult waits ="
+ROOM = "message.inline_bytes = segments_.inline_bytes(k, elements);"
 UNTIL_SETTLED = "  if (std::string error = wait(ticket.settled, ticket); !error.empty()) return error;\n"
 EXCHANGE_POOLS = "  if (pools) transport_->exchange(pool_sends, pool_receives, stream_);\n"
 EXCHANGE_LOWS = "  if (lows) transport_->exchange(low_sends, low_receives, stream_);\n"
@@ -130,6 +131,13 @@ BUGS = {
         "other-streams",
         *(STUCK, "gate"),
         *("cudaMemsetAsync(flag, 0, sizeof(uint32_t), setup)", "cudaMemset(flag, 0, sizeof(uint32_t))"),
+    ),
+    # Windows.
+    "every segment has the first one's windows": Bug(
+        "plain", "windows", WRONG, "overflowed", " + k * segments_.elements() / kChunkElements;", ";"
+    ),
+    "a message has less room than was agreed": Bug(
+        "plain", "windows", (WRONG, STUCK), ".", ROOM, ROOM.replace(";", " / 256 * 128;")
     ),
     # Hosts.
     "the last sum is written before it is whole": Bug(

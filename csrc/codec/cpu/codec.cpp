@@ -171,6 +171,22 @@ Histogram sample(const uint16_t* values, uint32_t elements) {
   return histogram;
 }
 
+uint32_t count_escapes(const uint16_t* values, uint32_t elements, Window window) {
+  const uint16_t length = window.mode == Mode::kWindow ? 7 : 6;
+  uint32_t escapes = 0;
+  for (uint32_t start = 0; start < elements; start += kSubBlockElements) {
+    uint16_t in_block = 0;  // as wide as the values, so that the compiler makes vectors of them
+    const uint32_t end = std::min(start + kSubBlockElements, elements);
+    for (uint32_t i = start; i < end; i++) {
+      const uint16_t exponent = values[i] >> 7 & 0xff;
+      const bool coded = ((window.top - exponent) & 0xff) < length || (length == 6 && exponent == 0);
+      in_block += !coded;
+    }
+    escapes += in_block;
+  }
+  return escapes;
+}
+
 constexpr uint32_t kPatience = 64;  // chunks
 
 bool same(Window a, Window b) { return a.top == b.top && a.mode == b.mode; }
@@ -218,6 +234,8 @@ class Encoder {
     return header;
   }
 
+  uint64_t sampled_chunks() const { return sampled_chunks_; }
+
  private:
   void encode_chunk(uint64_t chunk) {
     const uint32_t elements = chunk_elements(elements_, chunk);
@@ -240,20 +258,20 @@ class Encoder {
 
     // With a window from the caller, or from the chunk before, only a surprising number of escapes costs a sample; a
     // large one that is no surprise, now and then, as another window may have come to fit better.
-    const int16_t given = options_.tops == nullptr ? int16_t{-1} : options_.tops[chunk];
+    const int16_t given = options_.windows == nullptr ? int16_t{-1} : options_.windows[chunk];
     Window window = window_;
     uint32_t allowed = (expected_ + expected_ / 8 + 24) * elements / kChunkElements;
     bool sampled = false;
     if (given >= 0) {
-      window = {static_cast<uint8_t>(given), Mode::kWindow};
-      allowed = elements / 8;
+      window = window_of(given);
+      allowed = (given & kKeptWindow) != 0 ? elements : elements / 8;
     } else if (!have_window_) {
       window = best_window(sample(values, elements));
       sampled = true;
     }
     uint32_t escapes = encode_with(window, values, elements, body, header.escape_end);
     unsampled_++;
-    if (!sampled && (escapes > allowed || (escapes > elements / 16 && unsampled_ > kPatience))) {
+    if (!sampled && (escapes > allowed || (given < 0 && escapes > elements / 16 && unsampled_ > kPatience))) {
       const Window better = best_window(sample(values, elements));
       sampled = true;
       if (!same(better, window)) {
@@ -262,6 +280,7 @@ class Encoder {
       }
     }
     if (sampled) unsampled_ = 0;
+    sampled_chunks_ += sampled;
     window_ = window;
     have_window_ = escapes <= raw_pool_bytes(elements);  // else no window fits, and the next chunk is on its own
     expected_ = static_cast<uint32_t>(uint64_t{escapes} * kChunkElements / elements);
@@ -344,6 +363,7 @@ class Encoder {
   const Pool<uint8_t> pool_;
   bool streaming_;
 
+  uint64_t sampled_chunks_ = 0;
   uint64_t pool_bytes_ = 0;
   uint64_t low_bytes_ = 0;
   uint64_t low_offset_ = 0;  // of the low halves in the dynamic part
@@ -515,7 +535,29 @@ Encoded encode(const void* input, uint64_t elements, DType dtype, const EncodeOp
   Encoder encoder(input, elements, dtype, options, inline_bytes, statics, dynamic);
   const MessageHeader header = encoder.encode_chunks();
   write_header(header, options, statics, dynamic);
-  return {dynamic_bytes(header.pool_bytes, header.inline_bytes, header.low_bytes), header.pool_bytes};
+  return {dynamic_bytes(header.pool_bytes, header.inline_bytes, header.low_bytes), header.pool_bytes,
+          encoder.sampled_chunks()};
+}
+
+void plan(const void* values, uint64_t elements, DType dtype, int16_t* windows, uint32_t* escapes) {
+  uint16_t local[kChunkElements];
+  for (uint64_t chunk = 0; chunk < chunk_count(elements); chunk++) {
+    const uint32_t count = chunk_elements(elements, chunk);
+    const auto* chunk_values = static_cast<const uint8_t*>(values) + chunk * kChunkElements * element_bytes(dtype);
+    const uint16_t* upper = local;
+    if (dtype == DType::kFloat32) {
+      for (uint32_t i = 0; i < count; i++) std::memcpy(&local[i], chunk_values + 4 * i + 2, sizeof(uint16_t));
+    } else {
+      upper = reinterpret_cast<const uint16_t*>(chunk_values);
+    }
+    int16_t& window = windows[chunk];
+    uint32_t escaped = window < 0 ? count : count_escapes(upper, count, window_of(window));
+    if (escaped > count / 16) {
+      window = given_window(best_window(sample(upper, count)), /*kept=*/true);
+      escaped = count_escapes(upper, count, window_of(window));
+    }
+    escapes[chunk] = std::min(escaped, raw_pool_bytes(count));
+  }
 }
 
 uint64_t contiguous_bound(uint64_t elements, DType dtype) {

@@ -17,12 +17,12 @@ namespace zipccl::cuda {
 
 // A message to encode. The dynamic part's two ranges are apart here, as the first one's length is known last.
 struct Outgoing {
-  const void* values;   // aligned as the dtype is
-  uint64_t elements;    // 0 is a message too
-  uint8_t* statics;     // static_bytes(elements, inline_bytes), or plain_bytes(elements, dtype); 128-byte aligned
-  uint8_t* pool;        // the pool beyond inline_bytes: dynamic_low_offset(pool_bound(elements), inline_bytes) bytes
-  uint8_t* low;         // low_bound(elements, dtype) bytes; 128-byte aligned
-  const int16_t* tops;  // window tops, one a chunk, negative: sample the chunk; null: sample all
+  const void* values;      // aligned as the dtype is
+  uint64_t elements;       // 0 is a message too
+  uint8_t* statics;        // static_bytes(elements, inline_bytes), or plain_bytes(elements, dtype); 128-byte aligned
+  uint8_t* pool;           // the pool beyond inline_bytes: dynamic_low_offset(pool_bound(elements), inline_bytes) bytes
+  uint8_t* low;            // low_bound(elements, dtype) bytes; 128-byte aligned
+  const int16_t* windows;  // as EncodeOptions::windows
   uint64_t inline_bytes;
   float scale;
   uint32_t plain;

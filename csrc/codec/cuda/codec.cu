@@ -83,7 +83,7 @@ void encode_batches(const std::vector<Outgoing>& messages, uint64_t* sums, cudaS
 template <DType dtype>
 void encode_as(const std::vector<Outgoing>& messages, uint64_t* sums, cudaStream_t stream) {
   std::vector<Outgoing> sampled, given;
-  for (const Outgoing& message : messages) (message.tops == nullptr ? sampled : given).push_back(message);
+  for (const Outgoing& message : messages) (message.windows == nullptr ? sampled : given).push_back(message);
   encode_batches<dtype, true>(sampled, sums, stream);
   encode_batches<dtype, false>(given, sums, stream);
   if (sums != nullptr) store_checksums<dtype>(messages, sums, stream);

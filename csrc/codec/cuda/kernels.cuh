@@ -457,7 +457,8 @@ __device__ __forceinline__ Outcome encode_chunk(EncodeShared& shared, const Plac
   if constexpr (sampled) {
     window = sample_window(shared, count, warp, lane);
   } else {
-    window = {static_cast<uint32_t>(message.tops[chunk]), false};
+    const auto given = static_cast<uint32_t>(message.windows[chunk]);
+    window = {given & 0xff, (given & 0x100) != 0};
   }
   if (count < kSubBlockElements) {  // cold: begin
     pad_tile(tile, count, static_cast<uint16_t>(window.top << 7), lane);
@@ -583,7 +584,7 @@ __device__ ZIPCCL_NOINLINE void encode_rare_chunk(EncodeShared& shared, const Pl
   }
   Outcome outcome = Outcome::kUnfit;
   uint32_t low_unit = kNotYet;
-  if (!attempted && !sampled && message.tops[chunk] >= 0) {
+  if (!attempted && !sampled && message.windows[chunk] >= 0) {
     encode_short_chunk<dtype>(shared, message, chunk);
     attempted = true;
   }
@@ -606,7 +607,7 @@ __global__ void __launch_bounds__(kThreads) encode_chunks(const __grid_constant_
   ZIPCCL_SHARED(EncodeShared, shared);
   const Placed<Outgoing>& message = batch.messages[blockIdx.y];
   const uint32_t chunk = blockIdx.x;
-  if (chunk < message.full_chunks && (sampled || message.tops[chunk] >= 0)) {
+  if (chunk < message.full_chunks && (sampled || message.windows[chunk] >= 0)) {
     const auto* values = static_cast<const uint8_t*>(message.values);
     values += uint64_t{chunk} * (kChunkElements * element_bytes(dtype));
     const Outcome outcome = encode_chunk<dtype, sampled, true>(shared, message, chunk, values, kChunkElements, kNotYet);

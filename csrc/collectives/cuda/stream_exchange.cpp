@@ -172,18 +172,25 @@ class StreamCall {
       if (parts_.same && shared_ >= 0) continue;
       if (parts_.same) shared_ = peer;
       auto& memory = outgoing_memory_[peer];
-      memory.statics = allocate(segments_.static_size(part, elements));
+      memory.statics = allocate(segments_.largest_static_size(part));
       if (!segments_.coded(part)) continue;
-      memory.pool = allocate(beyond_inline(pool_bound(elements), segments_.inline_bytes(elements)));
+      const bool known = call_.escapes != nullptr;  // then a segment may have no inline pool
+      memory.pool = allocate(beyond_inline(pool_bound(elements), known ? 0 : segments_.inline_bytes(0, elements)));
       memory.low = allocate(low_bound(elements, call_.dtype));
+      if (const int16_t* windows = parts_.outgoing[peer].windows) {
+        const uint64_t bytes = chunk_count(part) * sizeof(int16_t);
+        memory.windows = allocate(bytes);
+        check(cudaMemcpyAsync(memory.windows.get(), windows, bytes, cudaMemcpyHostToDevice, stream_),
+              "copying code windows");
+      }
     }
     if (gathers_) {
-      gathered_ = allocate(gathered_size(0) * size_);
+      gathered_ = allocate(round_up(segments_.largest_static_size(parts_.incoming[0]), kAlignment) * size_);
     }
     for (int source = 0; source < size_ && !gathers_; source++) {
       const uint64_t part = parts_.incoming[source];
       const uint64_t elements = segments_.elements(part, 0);
-      if (source != rank_ && elements != 0) receives_[source] = allocate(segments_.static_size(part, elements));
+      if (source != rank_ && elements != 0) receives_[source] = allocate(segments_.largest_static_size(part));
     }
     if (parts_.output != nullptr && size_ > cuda::kBatch) {
       const uint64_t elements = segments_.elements(parts_.incoming[rank_], 0);
@@ -261,8 +268,8 @@ class StreamCall {
       const bool coded = segments_.coded(part.elements);
       ticket.counters.messages++;
       ticket.counters.raw_bytes += elements * element_bytes(call_.dtype);
-      ticket.counters.wire_bytes += segments_.static_size(part.elements, elements);
-      if (exchange_.is_local(peer)) ticket.counters.local_bytes += segments_.static_size(part.elements, elements);
+      ticket.counters.wire_bytes += segments_.static_size(part.elements, k);
+      if (exchange_.is_local(peer)) ticket.counters.local_bytes += segments_.static_size(part.elements, k);
       if (coded) {
         ticket.counters.coded_messages++;
         ticket.counters.elements += elements;
@@ -278,7 +285,11 @@ class StreamCall {
       message.statics = memory.statics.get();
       message.pool = memory.pool.get();
       message.low = memory.low.get();
-      message.inline_bytes = segments_.inline_bytes(elements);
+      if (memory.windows != nullptr) {
+        message.windows =
+            reinterpret_cast<const int16_t*>(memory.windows.get()) + k * segments_.elements() / kChunkElements;
+      }
+      message.inline_bytes = segments_.inline_bytes(k, elements);
       message.scale = parts_.reduce.scale;
       message.plain = !coded;
       ticket.outgoing.push_back(message);
@@ -325,7 +336,7 @@ class StreamCall {
         continue;
       }
       message.statics = gathers_ ? gathered_.get() + source * gathered_size(k) : receives_[source].get();
-      message.inline_bytes = segments_.inline_bytes(message.elements);
+      message.inline_bytes = segments_.inline_bytes(k, message.elements);
       message.plain = !segments_.coded(part);
       if (sums != nullptr) message.sum = sums + size_ + ticket.incoming.size();
       if (parts_.output == nullptr) message.output = at_offset(parts_.outputs[source], offset, call_.dtype);
@@ -337,8 +348,7 @@ class StreamCall {
 
   // Bytes from one rank's message to the next in what is gathered.
   uint64_t gathered_size(uint64_t k) const {
-    const uint64_t part = parts_.incoming[0];
-    return round_up(segments_.static_size(part, segments_.elements(part, k)), kAlignment);
+    return round_up(segments_.static_size(parts_.incoming[0], k), kAlignment);
   }
 
   void move(const Ticket& ticket, uint64_t k) {
@@ -352,15 +362,13 @@ class StreamCall {
     std::vector<Range> sends(size_), receives(size_);
     for (int peer = 0; peer < size_; peer++) {
       const uint64_t part = parts_.outgoing[peer].elements;
-      const uint64_t elements = segments_.elements(part, k);
-      if (peer == rank_ || elements == 0) continue;
+      if (peer == rank_ || segments_.elements(part, k) == 0) continue;
       const auto& memory = outgoing_memory_[parts_.same ? shared_ : peer];
-      sends[peer] = {memory.statics.get(), segments_.static_size(part, elements)};
+      sends[peer] = {memory.statics.get(), segments_.static_size(part, k)};
     }
     for (size_t i = 0; i < ticket.incoming.size(); i++) {
       const int source = ticket.incoming_peers[i];
-      receives[source] = {receives_[source].get(),
-                          segments_.static_size(parts_.incoming[source], ticket.incoming[i].elements)};
+      receives[source] = {receives_[source].get(), segments_.static_size(parts_.incoming[source], k)};
     }
     exchange_.transport_.exchange(sends, receives, stream_);
   }
@@ -401,7 +409,7 @@ class StreamCall {
   }
 
   struct OutgoingMemory {
-    std::shared_ptr<uint8_t> statics, pool, low;
+    std::shared_ptr<uint8_t> statics, pool, low, windows;
   };
 
   StreamExchange& exchange_;

@@ -46,7 +46,7 @@ std::tuple<uint64_t, uint64_t, uint64_t> message_bytes(const at::Tensor& tensor,
   return {static_bytes(elements, inline_bytes), bound - inline_bytes, low_bound(elements, dtype_of(tensor))};
 }
 
-void encode_tensor(const at::Tensor& tensor, const Parts& parts, const std::optional<at::Tensor>& tops) {
+void encode_tensor(const at::Tensor& tensor, const Parts& parts, const std::optional<at::Tensor>& windows) {
   const DType dtype = check_codable(tensor);
   const c10::cuda::CUDAGuard guard(tensor.device());
   const auto& [statics, pool, low] = parts;
@@ -58,11 +58,11 @@ void encode_tensor(const at::Tensor& tensor, const Parts& parts, const std::opti
   message.low = low.data_ptr<uint8_t>();
   message.inline_bytes = inline_bytes_of(tensor.numel(), statics);
   message.scale = 1.0f;
-  if (tops) {
-    TORCH_CHECK_VALUE(tops->is_cuda() && tops->scalar_type() == at::kShort && tops->is_contiguous() &&
-                          static_cast<uint64_t>(tops->numel()) == chunk_count(tensor.numel()),
+  if (windows) {
+    TORCH_CHECK_VALUE(windows->is_cuda() && windows->scalar_type() == at::kShort && windows->is_contiguous() &&
+                          static_cast<uint64_t>(windows->numel()) == chunk_count(tensor.numel()),
                       "zipccl: expects one int16 window top a chunk");
-    message.tops = tops->const_data_ptr<int16_t>();
+    message.windows = windows->const_data_ptr<int16_t>();
   }
   cuda::encode({message}, dtype, nullptr, at::cuda::getCurrentCUDAStream());
 }
@@ -108,7 +108,7 @@ at::Tensor reduce_tensors(const std::vector<Parts>& messages, at::Tensor output,
 
 void bind_cuda(py::module_& module) {
   module.def("cuda_message_bytes", &message_bytes, py::arg("tensor"), py::arg("inline_bytes"));
-  module.def("cuda_encode", &encode_tensor, py::arg("tensor"), py::arg("parts"), py::arg("tops") = std::nullopt);
+  module.def("cuda_encode", &encode_tensor, py::arg("tensor"), py::arg("parts"), py::arg("windows") = std::nullopt);
   module.def("cuda_decode", &decode_tensor, py::arg("parts"), py::arg("output"));
   module.def("cuda_reduce", &reduce_tensors, py::arg("messages"), py::arg("output"), py::arg("divisor") = 1.0);
 }
