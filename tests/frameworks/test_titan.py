@@ -171,6 +171,14 @@ def test_what_titan_takes_without(titan):
     assert not any(one["stats"] for one in same) and "zipccl, on rank 0" not in output
 
 
+def test_layers_are_attached(titan):
+    """So that the codes of gathered parameters need no samples."""
+    case = CASES["FSDP"]
+    for one in titan(case.ranks, arguments_of(case, "zip"))[0]:
+        assert one["stats"]["all_gather"]["sampled_chunks"] == 0
+        assert one["stats"]["reduce_scatter"]["sampled_chunks"] > 0  # of gradients, nothing is known
+
+
 # ---- Flags
 
 

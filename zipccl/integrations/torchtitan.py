@@ -30,7 +30,8 @@ from torchtitan.trainer import Trainer
 
 import zipccl
 from zipccl import options
-from zipccl.backend import BACKEND, backend_of
+from zipccl.backend import BACKEND
+from zipccl.integrations.summary import summary
 
 __all__ = ["with_zipccl"]
 
@@ -78,9 +79,8 @@ class _OverZipCCL(Trainer):
             return
         graphs = "off" if config.training.disable_cuda_graphs else "on, and the calls in them are not compressed"
         logger.info(f"zipccl: {config.zipccl.values()}; CUDA graphs are {graphs} (--training.disable_cuda_graphs)")
-        if hasattr(zipccl, "attach"):
-            for part in self.model_parts:
-                zipccl.attach(part)
+        for part in self.model_parts:
+            zipccl.attach(part)
 
     @property
     def _zipped(self) -> bool:
@@ -121,35 +121,6 @@ def _set(mapping: Any, values: dict[str, str]) -> Iterator[None]:
         for key in values:
             del mapping[key]
         mapping.update(before)
-
-
-def totals() -> dict[str, dict[str, int]]:
-    """What :func:`zipccl.stats` counts, per collective, of all groups of this process that are over zipccl together."""
-    total: dict[str, dict[str, int]] = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend_of(group)
-        except ValueError:
-            continue  # over another backend, as titan's groups of one rank
-        for collective, counted in zipccl.stats(group).items():
-            sums = total.setdefault(collective, {})
-            for name, value in counted.items():
-                if isinstance(value, int):
-                    sums[name] = sums.get(name, 0) + value
-    return total
-
-
-def summary() -> str:
-    """`totals` in a line: of each collective its calls, how many were zipped, and the bytes that they sent."""
-    parts = []
-    for collective, counted in totals().items():
-        if counted["calls"]:
-            part = f"{collective} {counted['calls']} calls, {counted['zipped']} zipped"
-            if counted["raw_bytes"]:
-                ratio = counted["wire_bytes"] / counted["raw_bytes"]
-                part += f" ({counted['raw_bytes'] / 1e6:.1f} MB sent as {ratio:.3f} of that)"
-            parts.append(part)
-    return "; ".join(parts) or "no calls"
 
 
 # ---- Configs
