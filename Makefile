@@ -1,4 +1,5 @@
-# Sets up what each target needs, in environments of its own (.venv and .venv-2.13), and reuses it the next time.
+# Sets up what each target needs, in environments of its own (.venv, .venv-2.13 and .venv-frameworks), and reuses it the
+# next time.
 # Variables: make TORCH=torch==2.15.0 test-fast      another PyTorch
 #            make PYTHON=python3.12 env              another Python (3.11 or newer)
 #            make ZIPCCL_CUDA=0 build                without the CUDA part (1: fail where it cannot be built)
@@ -15,6 +16,7 @@ OWN =
 
 ENV = .venv
 OLD_ENV = .venv-2.13
+FRAMEWORKS_ENV = .venv-frameworks
 # Where the tests run against the older torch: a copy without zipccl/, so that they can only import what is installed.
 OLD_TREE = build/test-2.13
 
@@ -32,11 +34,11 @@ SHELL = /bin/bash
 .NOTPARALLEL:
 .SECONDARY:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-old lint format bench bench-net bench-train bench-moe gpu test-gpu bench-gpu sass build build-own env \
-	clean FORCE
+.PHONY: help demo test test-fast test-old test-frameworks lint format bench bench-net bench-train bench-moe bench-titan gpu \
+	test-gpu bench-gpu sass build build-own env clean FORCE
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build  ## train a small transformer over gloo and over zipccl, and compare
 	$(SAY) 'Demo: FSDP2 on two processes, over gloo and over zipccl'
@@ -56,6 +58,10 @@ test-old: $(OLD_ENV)/.installed  ## the tests that are marked core, on the older
 	@rm -rf $(OLD_TREE) && mkdir -p $(OLD_TREE)
 	@cp -r $(wildcard tests examples benchmarks docs csrc setup.py pyproject.toml README.md LICENSE) $(OLD_TREE)
 	cd $(OLD_TREE) && $(CURDIR)/$(OLD_ENV)/bin/python -m pytest -m core $(PYTEST_ARGS)
+
+test-frameworks: build $(FRAMEWORKS_ENV)/.frameworks  ## training frameworks over zipccl (PYTEST_ARGS='-m slow': the longer ones)
+	$(SAY) 'Frameworks over zipccl, on CPU processes'
+	$(FRAMEWORKS_ENV)/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 lint: $(ENV)/.tools  ## check style and types, change nothing
 	$(SAY) 'Lint'
@@ -81,6 +87,9 @@ bench-train: build  ## training steps over Gloo and over zipccl on a link of 1 G
 
 bench-moe: build  ## a mixture of experts over Gloo and over zipccl, in five minutes (as bench-net)
 	$(ENV)/bin/python benchmarks/moe.py
+
+bench-titan: build $(FRAMEWORKS_ENV)/.frameworks  ## steps of TorchTitan's models over Gloo and over zipccl, in fifteen minutes (as bench-net)
+	$(FRAMEWORKS_ENV)/bin/python benchmarks/titan.py
 
 GPU_PYTHON = $(if $(OWN),PYTHONPATH=.:$$PYTHONPATH $(OWN),$(ENV)/bin/python)
 GPU_BUILD = $(if $(OWN),build-own,build)
@@ -144,6 +153,16 @@ $(OLD_ENV)/.tools: NAMES = test
 %/.tools: %/.torch pyproject.toml
 	$(SAY) 'Tools into $*: $(NAMES)'
 	@$*/bin/python -m pip install $$($*/bin/python $(EXTRAS) $(NAMES)) | sed -u '/^Requirement already satisfied/d'
+	@touch $@
+
+PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# On top of $(ENV), whose PyTorch and zipccl it shares; of some other packages it has versions of its own.
+$(FRAMEWORKS_ENV)/.frameworks: pyproject.toml | $(ENV)/.installed $(FRAMEWORKS_ENV)/bin/python
+	$(SAY) 'Frameworks into $(FRAMEWORKS_ENV), on top of $(ENV)'
+	@echo "import site; site.addsitedir('$$($(ENV)/bin/python $(PACKAGES))')" \
+		> "$$($(FRAMEWORKS_ENV)/bin/python $(PACKAGES))/base.pth"
+	@$(FRAMEWORKS_ENV)/bin/python -m pip install $$($(ENV)/bin/python $(EXTRAS) frameworks) \
+		| sed -u '/^Requirement already satisfied/d'
 	@touch $@
 
 CUDA_WISH = ZIPCCL_CUDA=$(ZIPCCL_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)

@@ -1,4 +1,9 @@
+from importlib.util import find_spec
+
 import pytest
+
+# The frameworks have an environment of their own: make test-frameworks.
+collect_ignore = [] if find_spec("torchtitan") else ["frameworks"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
