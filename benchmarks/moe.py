@@ -108,7 +108,7 @@ def interleaved(
 
 
 def exchange_case(
-    load: str, late: bool, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace
+    load: str, late: bool, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace, waits: bool = True
 ) -> dict[str, Result]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = int(arguments.mib * 2**20) // (2 * WIDTH)
@@ -122,7 +122,8 @@ def exchange_case(
         if late and rank == index % size:
             time.sleep(arguments.late_seconds)
         dist.all_to_all_single(there, source[: sum(sent)], received, sent, group=group)
-        time.sleep(arguments.row_seconds * sum(received))
+        if waits:
+            time.sleep(arguments.row_seconds * sum(received))
         dist.all_to_all_single(back, there, sent, received, group=group)
         if index == 0 and not torch.equal(back, source[: sum(sent)]):
             raise AssertionError(f"rank {rank}, {load}, {way}: what came back is not what was sent")
@@ -171,6 +172,7 @@ def work(arguments: argparse.Namespace) -> None:
             took = ", ".join(f"{way} {1e3 * result.median:.0f}" for way, result in results.items())
             print(f"  {name}: {took} ms", flush=True)
 
+    add("balanced, no waits", exchange_case("balanced", False, groups, arguments, waits=False))
     for load in LOADS:
         for late in (False, True):
             add(load + (", late" if late else ""), exchange_case(load, late, groups, arguments))
