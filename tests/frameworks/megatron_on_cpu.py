@@ -1,13 +1,14 @@
 """Pretrains a GPT with megatron.training on CPU processes: `torchrun megatron_on_cpu.py FOLDER ARGUMENT...`
 
 The arguments are Megatron's own. megatron-core 0.19.2 takes a GPU for granted; `fill_in` maps it to the CPU and changes
-nothing else. Each rank writes what it saw to FOLDER/RANK.json: of each step the loss and the gradient norm as they are,
-and of zipccl what it sent.
+nothing else. Each rank writes what it saw to FOLDER/RANK.json: of each step the losses and the gradient norm as they
+are, what carries the groups, and of zipccl what it sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -42,8 +43,6 @@ class CudaIsCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.cuda:
             return args[0]
-        if function is torch.Tensor.is_cuda.__get__:
-            return True
         result = function(*map(_moved, args), **{name: _moved(value) for name, value in (kwargs or {}).items()})
         if function is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")  # Megatron sorts gradients by these names
@@ -114,24 +113,43 @@ def fill_in_megatron() -> None:
     """What is no function of PyTorch."""
     from megatron.core.datasets import utils
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import token_dispatcher
 
     utils.compile_helpers = lambda: None  # pip's package has them compiled, and no Makefile
 
-    # All parts of the model draw from the one generator that CPUs have.
-    @contextlib.contextmanager
-    def fork(self: Any, name: str = "") -> Iterator[None]:
-        yield
+    random._get_cuda_rng_state = lambda *arguments, **named: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *arguments, **named: torch.set_rng_state(state)
 
-    random.CudaRNGStatesTracker.fork = fork
+    # It looks where the tensor is, and leaves it as it is.
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+
+    # Apex' norms, which need a GPU, can be in a sequence parallel model: their gradients are summed over its ranks.
+    make = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: type, config: Any, *arguments: Any, **named: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        made = make(cls, alone, *arguments, **named)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return made
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
 
 
 # ---- What is seen
 
 
 def record() -> dict[str, Any]:
+    """Filled while the model trains."""
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.training import training
 
-    seen: dict[str, Any] = {"losses": [], "norms": []}
+    seen: dict[str, Any] = {"losses": [], "norms": [], "coalesced": 0}
     log = training.training_log
 
     @functools.wraps(log)
@@ -141,7 +159,27 @@ def record() -> dict[str, Any]:
         return log(losses, *arguments, **named)
 
     training.training_log = recorded_log
+    coalesce = param_and_grad_buffer._coalescing_manager
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        seen["coalesced"] += 1
+        return coalesce(*arguments, **named)
+
+    param_and_grad_buffer._coalescing_manager = counted
     return seen
+
+
+def groups() -> dict[str, Any]:
+    """What carries Megatron's groups, what Megatron is told, and what was sent."""
+    from megatron.core import mpu
+
+    twin = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
+    return {
+        "world": torch.distributed.distributed_c10d.get_backend(),
+        "world as told": torch.distributed.get_backend(),
+        "twin": torch.distributed.get_backend(twin),
+        "stats": totals(),
+    }
 
 
 # ---- The script
@@ -194,7 +232,7 @@ def main() -> None:
     seen = record()
     with CudaIsCpu():
         pretrain_gpt()
-    seen["stats"] = totals()
+    seen |= groups()
     (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
 
 

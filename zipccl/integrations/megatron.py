@@ -29,8 +29,8 @@ _MODULE = "zipccl.integrations.megatron"
 _MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
 _QUEUES = f"""\
 {_MODULE}: with CUDA_DEVICE_MAX_CONNECTIONS=1, zipccl hands all calls on CUDA tensors to NCCL, uncompressed.
-Leave it unset, or set it to 8 or more. Only for tensor or context parallelism on GPUs older than Blackwell does Megatron
-insist on 1; compression then needs data, expert or pipeline parallelism in place of these."""
+Leave it unset, or set it to 8 or more. Megatron insists on 1 only for tensor or context parallelism on GPUs older than
+Blackwell; compression then needs data, expert or pipeline parallelism in place of these."""
 
 
 def _help_of_options() -> dict[str, str]:
