@@ -88,7 +88,7 @@ def _replace() -> None:
         return dist.Backend.NCCL if backend == BACKEND else backend
 
     @functools.wraps(destroy)
-    def destroy_with_summary(group: dist.ProcessGroup | None = None) -> None:
+    def destroy_with_summary(group: Any = None) -> None:
         if group is None or group is dist.GroupMember.WORLD:
             _say_summary()
         destroy(group)
