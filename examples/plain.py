@@ -55,7 +55,7 @@ class Model(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))  # a row for each token
 
 
 # ---- Five ways to share the work: each says how the model becomes parallel, and which groups that takes
@@ -167,7 +167,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank() if parts > 1 else 0)
     for step in range(1, arguments.steps + 1):
         tokens, following = batch(generator)
-        loss = F.cross_entropy(model(tokens).float().flatten(0, 1), following.flatten())
+        loss = F.cross_entropy(model(tokens).float(), following.flatten())
         (loss / parts if arguments.way == "device_mesh" else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
