@@ -110,6 +110,7 @@ def run(network: Network, model: Model, way: str, steps: int, result: Result) ->
         command = [sys.executable, str(PROGRAM), name, *flags.split()]
         paths = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
         environment = {"PYTHONPATH": paths, "HF_HOME": str(Path("cache").resolve()), "HF_HUB_OFFLINE": "1"}
+        environment["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
         environment["PYTHONWARNINGS"] = "ignore"  # that random numbers of CPU meshes may not be complete
         network.run(command, environment=environment, capture=True, timeout=900)
         seen = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(network.hosts)]
