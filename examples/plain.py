@@ -9,6 +9,7 @@ mostly finds that Gloo is faster and hands calls on: `ZIPCCL_MODE=zip` makes it 
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -179,6 +180,9 @@ def main() -> None:
     if dist.get_rank() == 0 and arguments.backend == "zipccl":
         report(groups)
     dist.destroy_process_group()
+    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL then can end the process with an error.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
