@@ -10,6 +10,7 @@
 PYTHON = python3
 TORCH = torch==2.14.1
 OLD_TORCH = torch==2.13.0
+MEGATRON = megatron-core==0.19.2
 PYTEST_ARGS =
 REQUIRE_GPU ?=
 OWN =
@@ -163,6 +164,8 @@ $(FRAMEWORKS_ENV)/.frameworks: pyproject.toml | $(ENV)/.installed $(FRAMEWORKS_E
 		> "$$($(FRAMEWORKS_ENV)/bin/python $(PACKAGES))/base.pth"
 	@$(FRAMEWORKS_ENV)/bin/python -m pip install $$($(ENV)/bin/python $(EXTRAS) frameworks) \
 		| sed -u '/^Requirement already satisfied/d'
+	@# It asks for Python 3.12, but runs on 3.11; what it needs besides is there.
+	@$(FRAMEWORKS_ENV)/bin/python -m pip install --no-deps --ignore-requires-python $(MEGATRON)
 	@touch $@
 
 CUDA_WISH = ZIPCCL_CUDA=$(ZIPCCL_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)

@@ -8,8 +8,8 @@ mostly finds that Gloo is faster and hands calls on: `ZIPCCL_MODE=zip` makes it 
 """
 
 import argparse
+import gc
 import os
-import sys
 from collections.abc import Callable
 
 import torch
@@ -147,20 +147,7 @@ def report(groups: Groups) -> None:
                 print(f"{name}: {collective} {did['calls']} calls, {did['zipped']} zipped{ratio}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("way", choices=WAYS, help="how the ranks share the work")
-    parser.add_argument("--backend", choices=("gloo", "nccl", "zipccl"), default="zipccl")
-    parser.add_argument("--steps", type=int, default=5)
-    arguments = parser.parse_args()
-
-    global device
-    if torch.cuda.is_available() and arguments.backend != "gloo":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-
-    dist.init_process_group(arguments.backend)  # all that changes
-
+def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model, groups = WAYS[arguments.way](Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -179,10 +166,25 @@ def main() -> None:
             print(f"step {step}: loss {mean.item():.9f}")
     if dist.get_rank() == 0 and arguments.backend == "zipccl":
         report(groups)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("way", choices=WAYS, help="how the ranks share the work")
+    parser.add_argument("--backend", choices=("gloo", "nccl", "zipccl"), default="zipccl")
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+
+    global device
+    if torch.cuda.is_available() and arguments.backend != "gloo":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+
+    dist.init_process_group(arguments.backend)  # all that changes
+
+    train(arguments)
+    gc.collect()  # modules hold groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
-    # Not by the end of the interpreter: a thread of PyTorch that wants the GIL then can end the process with an error.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
