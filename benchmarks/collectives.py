@@ -477,6 +477,19 @@ def can_measure() -> bool:
     return True
 
 
+def on_network(hosts: int, link: int, script: str, options: dict[str, Any]) -> tuple[Rates, Any]:
+    """Runs a script on virtual hosts with --worker FILE and these options: the links' rates, and what is in FILE then."""
+    with Network(hosts, link) as network, tempfile.TemporaryDirectory() as folder:
+        rates = network.measure(1.0)
+        console.print(f"{hosts} hosts, {rate_name(link)}: {rates}")
+        results = Path(folder) / "results"
+        command = [sys.executable, script, "--worker", str(results)]
+        for name, value in options.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        network.run(command, 1)
+        return rates, json.loads(results.read_text())
+
+
 def main() -> int:
     arguments = parse()
     if arguments.worker:

@@ -20,7 +20,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,8 +27,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from collectives import can_measure, console, groups_of, of_slowest
-from network import Network, parse_rate, rate_name
+from collectives import can_measure, console, groups_of, of_slowest, on_network
+from network import parse_rate, rate_name
 from rich.table import Table
 from torch import Tensor
 
@@ -248,15 +247,9 @@ def main() -> int:
         return 0
     if not can_measure():
         return 2
-    with Network(arguments.hosts, arguments.link) as network, tempfile.TemporaryDirectory() as folder:
-        rates = network.measure(1.0)
-        console.print(f"{arguments.hosts} hosts, {rate_name(arguments.link)}: {rates}")
-        results = Path(folder) / "results"
-        command = [sys.executable, __file__, "--worker", str(results)]
-        for option in ("hosts", "mib", "rounds", "steps", "row_seconds", "late_seconds"):
-            command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-        network.run(command, 1)
-        found = json.loads(results.read_text())
+    names = ("mib", "rounds", "steps", "row_seconds", "late_seconds")
+    options = {name: getattr(arguments, name) for name in names}
+    rates, found = on_network(arguments.hosts, arguments.link, __file__, options)
     cases = [Case(case["name"], {way: Result(**r) for way, r in case["results"].items()}) for case in found]
     title = f"{arguments.hosts} hosts, {rate_name(arguments.link)} (TCP {min(rates.received):.0f} Mbit/s), "
     console.print(result_table(title + f"{arguments.mib:g} MiB for each rank", cases))

@@ -19,7 +19,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,8 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from collectives import can_measure, console, groups_of, of_slowest
-from network import Network, parse_rate, rate_name
+from collectives import can_measure, console, groups_of, of_slowest, on_network
+from network import parse_rate, rate_name
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -211,15 +210,8 @@ def main() -> int:
         return 0
     if not can_measure():
         return 2
-    with Network(arguments.hosts, arguments.link) as network, tempfile.TemporaryDirectory() as folder:
-        rates = network.measure(1.0)
-        console.print(f"{arguments.hosts} hosts, {rate_name(arguments.link)}: {rates}")
-        results = Path(folder) / "results"
-        command = [sys.executable, __file__, "--worker", str(results)]
-        for option in ("width", "blocks", "tokens", "rounds"):
-            command += [f"--{option}", str(getattr(arguments, option))]
-        network.run(command, 1)
-        found = json.loads(results.read_text())
+    options = {name: getattr(arguments, name) for name in ("width", "blocks", "tokens", "rounds")}
+    rates, found = on_network(arguments.hosts, arguments.link, __file__, options)
     trainings = {name: {way: Result(**r) for way, r in ways.items()} for name, ways in found.items()}
     with torch.device("meta"):
         parameters = sum(map(torch.Tensor.numel, Transformer(arguments.width, arguments.blocks).parameters()))

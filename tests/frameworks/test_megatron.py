@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import torchrun
 
 from zipccl.options import _DEFAULTS
 
@@ -46,29 +46,6 @@ pytestmark = pytest.mark.timeout(600)
 # ---- Running Megatron
 
 
-def torchrun(ranks: int, arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """What all ranks printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    output = folder / "output"
-    with open(output, "w") as file:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout=280)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    text = output.read_text()
-    assert process.returncode == 0, text[-8000:]
-    return text
-
-
 @dataclass
 class Run:
     ranks: list[dict[str, Any]]  # what each saw
@@ -83,7 +60,7 @@ def pretrain(folder: Path, ranks: int, over: str, arguments: str, **environment:
         command += ["--distributed-backend", "gloo" if over == "gloo" else "zipccl"]
     else:
         command = ["-m", LAUNCHER, "--zipccl-mode", over, "--zipccl-min-bytes", "1024", *command]
-    output = torchrun(ranks, command, folder, environment)
+    output = torchrun(ranks, command, folder, environment, folder / "output")
     return Run([json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)], output, folder)
 
 

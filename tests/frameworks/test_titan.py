@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from titan_on_cpu import make_assets
+from torchrun import torchrun
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
@@ -40,29 +39,12 @@ def titan():
     with tempfile.TemporaryDirectory(prefix="zipccl-titan-") as name:
         folder = Path(name)
         make_assets(folder)
-        environment = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
         @functools.cache
         def run(ranks: int, arguments: str) -> tuple[list[dict[str, Any]], str]:
             seen = Path(tempfile.mkdtemp(dir=folder))
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*launch, str(PROGRAM), str(seen), *arguments.split()]
-            with open(seen / "output", "w") as output:
-                process = subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=os.environ | environment,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-                try:
-                    process.wait(timeout=280)
-                finally:
-                    if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGKILL)
-            text = (seen / "output").read_text()
-            assert process.returncode == 0, text[-8000:]
+            text = torchrun(ranks, [str(PROGRAM), str(seen), *arguments.split()], folder, environment, seen / "output")
             return [json.loads((seen / f"{rank}.json").read_text()) for rank in range(ranks)], text
 
         yield run
