@@ -478,7 +478,7 @@ def can_measure() -> bool:
 
 
 def on_network(hosts: int, link: int, script: str, options: dict[str, Any]) -> tuple[Rates, Any]:
-    """Runs a script on virtual hosts with --worker FILE and these options: the links' rates, and what is in FILE then."""
+    """Runs a script on virtual hosts with --worker FILE and these options: its links' rates, and what FILE holds."""
     with Network(hosts, link) as network, tempfile.TemporaryDirectory() as folder:
         rates = network.measure(1.0)
         console.print(f"{hosts} hosts, {rate_name(link)}: {rates}")
