@@ -97,7 +97,7 @@ LONGER = {
         4,
         "llama3_debugmodel",
         f"{parallel(pipeline_parallel=2)} --parallelism.pipeline_parallel_schedule Interleaved1F1B",
-        FSDP | {"reduce_scatter": 0.8},
+        FSDP | {"reduce_scatter": 0.86},
     ),
     "partial DTensor": Case(2, "llama3_debugmodel", "--parallelism.spmd_backend partial_dtensor", FSDP),
     "dense qwen3": Case(2, "qwen3_debugmodel", "", FSDP),
