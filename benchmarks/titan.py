@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from collectives import can_measure, console
 from network import Network, parse_rate, rate_name
-from rich.table import Table
+from train import Result, result_table
 
 WARM_UP = 4  # steps; with "auto", every way is measured in the first
 WIDTH, LAYERS = 1024, 4  # of llama3
@@ -51,19 +50,6 @@ MODELS = {
         "moe", "--training.seq_len 128 --training.local_batch_size 1 --parallelism.expert_parallel_degree 2", WAYS[1:]
     ),
 }
-
-
-@dataclass
-class Result:
-    """One way to train: seconds of the steps that count, losses of one run, and what zipccl sent for what."""
-
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    ratios: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
 
 
 # ---- Configs, for titan's --config, with this file as its --module
@@ -135,32 +121,6 @@ def measure(network: Network, name: str, rounds: int, steps: int) -> dict[str, R
     if results["zip"].losses != results["raw"].losses:
         raise AssertionError(f"{name}: losses differ between coded and uncoded training")
     return results
-
-
-def result_table(title: str, found: dict[str, dict[str, Result]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("model")
-    table.add_column("way")
-    for column in ("step s", "quartiles", "times as fast\nas the first", "as raw", "largest difference\nof a loss"):
-        table.add_column(column, justify="right")
-    table.add_column("bytes sent / raw bytes")
-    for name, results in found.items():
-        first, raw = next(iter(results.values())), results["raw"]
-        for way, result in results.items():
-            lower, _, upper = statistics.quantiles(result.seconds, n=4)
-            apart = max(abs(a - b) for a, b in zip(result.losses, first.losses, strict=True))
-            table.add_row(
-                name if result is first else "",
-                way,
-                f"{result.median:.3f}",
-                f"{lower:.3f} .. {upper:.3f}",
-                f"{first.median / result.median:.2f}",
-                f"{raw.median / result.median:.2f}",
-                f"{apart:.2g}",
-                ", ".join(f"{collective} {ratio:.3f}" for collective, ratio in result.ratios.items()),
-                end_section=way == WAYS[-1],
-            )
-    return table
 
 
 def main() -> int:
