@@ -40,7 +40,8 @@ class Layer:
     Attributes:
         name: As in ``named_parameters()``.
         sigma: Root mean square of its values when they were last looked at; 0: there are none, or all are 0.
-        observed: The part of its values that had no code when they were last counted, None before.
+        observed: The part of its values that had no code when they were last counted, None before. Small layers share
+            a chunk of 8192 values, and with it a window and this figure.
     """
 
     name: str

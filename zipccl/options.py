@@ -11,9 +11,11 @@ from typing import Any
 
 from zipccl import _C, profile
 
-_MODES = ("auto", "zip", "raw", "native", "hierarchical")
-_WINDOWS = ("sigma", "sample")
-_CUDA_OVER = ("nccl", "gloo")
+_CHOICES = {
+    "mode": ("auto", "zip", "raw", "native", "hierarchical"),
+    "window": ("sigma", "sample"),
+    "cuda_over": ("nccl", "gloo"),
+}
 _BOOLEANS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
 
@@ -21,7 +23,8 @@ def _reject(name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"zipccl.Options: {name}={value!r} is not allowed: expected {allowed}")
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+def _choice(name: str, value: object) -> str:
+    allowed = _CHOICES[name]
     if not isinstance(value, str) or value not in allowed:
         raise _reject(name, value, "one of " + ", ".join(repr(choice) for choice in allowed))
     return value
@@ -129,15 +132,15 @@ class Options(_C.Options):
                 + ", ".join(_DEFAULTS)
             )
         values = {name: options[name] if name in options else _from_environment(name) for name in _DEFAULTS}
-        self.mode = _choice("mode", values["mode"], _MODES)
+        self.mode = _choice("mode", values["mode"])
         self.min_bytes = _bytes("min_bytes", values["min_bytes"], 0)
         self.segment_bytes = _bytes("segment_bytes", values["segment_bytes"], 1)
         self.inline_fraction = _fraction("inline_fraction", values["inline_fraction"])
-        self.window = _choice("window", values["window"], _WINDOWS)
+        self.window = _choice("window", values["window"])
         self.checksum = _boolean("checksum", values["checksum"])
         self.two_phase = _boolean("two_phase", values["two_phase"])
         self.cuda_segment_bytes = _bytes("cuda_segment_bytes", values["cuda_segment_bytes"], 1)
-        self.cuda_over = _choice("cuda_over", values["cuda_over"], _CUDA_OVER)
+        self.cuda_over = _choice("cuda_over", values["cuda_over"])
         self.bf16_partial_sums = _boolean("bf16_partial_sums", values["bf16_partial_sums"])
         self.host = _text("host", values["host"]) or this_host()
         self.profile = _text("profile", values["profile"])

@@ -177,9 +177,8 @@ class HostCall {
     const Stopwatch stopwatch(exchange_.counters_.exchange_seconds);
     const Stopwatch dynamic_stopwatch(dynamic ? exchange_.counters_.dynamic_seconds : unused);
     const auto traced = span(dynamic ? "zipccl:dynamic" : "zipccl:static");
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(exchange_.deadline_ - Clock::now());
     try {
-      posted->wait(std::max(left, std::chrono::milliseconds(1)));
+      posted->wait(exchange_.time_left());
     } catch (const std::exception& error) {
       throw TransportError(std::string(what) + " rank " + std::to_string(peer) +
                            " failed; is it alive, and did it make the same call with the same sizes? " + error.what());
@@ -580,6 +579,14 @@ void HostExchange::run_pairs(const Call& call, const Parts& parts) {
   std::vector<int> peers;
   uint64_t elements = 0;
   std::string mismatches;
+  // What a peer calls otherwise must not keep the others from theirs: it is reported at the end.
+  const auto noting = [&mismatches](const auto& action) {
+    try {
+      action();
+    } catch (const MismatchError& mismatch) {
+      mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
+    }
+  };
   for (int peer = 0; peer < size(); peer++) {
     if (peer == own) continue;
     const uint64_t exchanged = parts.outgoing[peer].elements + parts.incoming[peer];
@@ -588,11 +595,7 @@ void HostExchange::run_pairs(const Call& call, const Parts& parts) {
       peers.push_back(peer);
       continue;
     }
-    try {
-      HostCall(*this, call, others).greet_only(peer);
-    } catch (const MismatchError& mismatch) {
-      mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
-    }
+    noting([&] { HostCall(*this, call, others).greet_only(peer); });
   }
   const Part& kept = parts.outgoing[own];
   if (kept.elements != 0 && kept.data != parts.outputs[own]) {
@@ -623,10 +626,9 @@ void HostExchange::run_pairs(const Call& call, const Parts& parts) {
     add_pairs(counters);
     // What ends the connections comes first, then what is wrong with a message.
     for (const auto& one : failures) {
+      if (!one) continue;
       try {
-        if (one) std::rethrow_exception(one);
-      } catch (const MismatchError& mismatch) {
-        mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
+        noting([&] { std::rethrow_exception(one); });
       } catch (const FormatError&) {
         if (!failure) failure = one;
       }
@@ -635,11 +637,7 @@ void HostExchange::run_pairs(const Call& call, const Parts& parts) {
     others.members = peers;
     others.members.insert(std::lower_bound(peers.begin(), peers.end(), own) - peers.begin() + others.members.begin(),
                           own);
-    try {
-      HostCall(*this, call, others).run();
-    } catch (const MismatchError& mismatch) {
-      mismatches += (mismatches.empty() ? "" : "; ") + std::string(mismatch.what());
-    }
+    noting([&] { HostCall(*this, call, others).run(); });
   }
   if (failure) std::rethrow_exception(failure);
   if (!mismatches.empty()) throw MismatchError(mismatches);
@@ -651,26 +649,28 @@ void HostExchange::add_pairs(const std::vector<Counters>& pairs) {
   for (const Counters& pair : pairs) {
     if (pair.total_seconds > longest->total_seconds) longest = &pair;
   }
-  for (Counters pair : pairs) {
-    if (pair.total_seconds != longest->total_seconds) {
-      pair.encode_seconds = pair.exchange_seconds = pair.dynamic_seconds = pair.decode_seconds = 0;
+  for (const Counters& pair : pairs) {
+    Counters added = pair;
+    if (&pair != longest) {
+      added.encode_seconds = added.exchange_seconds = added.dynamic_seconds = added.decode_seconds = 0;
     }
-    pair.total_seconds = 0;
-    counters_ += pair;
+    added.total_seconds = 0;  // run() counts it
+    counters_ += added;
   }
 }
 
 void HostExchange::agree(const Call& call, const Parts& parts) { HostCall(*this, call, parts).agree(); }
 
+std::chrono::milliseconds HostExchange::time_left() const {
+  return std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now()),
+                  std::chrono::milliseconds(1));
+}
+
 void HostExchange::settle() {
   for (int peer = 0; peer < size(); peer++) {
     for (auto& greeting : state_.unanswered[peer]) {
-      const auto left = [this] {
-        return std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now()),
-                        std::chrono::milliseconds(1));
-      };
-      greeting->received->wait(left());
-      greeting->sent->wait(left());
+      greeting->received->wait(time_left());
+      greeting->sent->wait(time_left());
     }
     state_.unanswered[peer].clear();
   }

@@ -87,6 +87,7 @@ class HostExchange final : public Exchange {
         services_(services) {}
   void run_pairs(const Call& call, const Parts& parts);
   void add_pairs(const std::vector<Counters>& pairs);
+  std::chrono::milliseconds time_left() const;  // until the deadline; at least one
 
   // While one segment is on the wire, others are encoded and decoded.
   static constexpr uint64_t kSlots = 3;

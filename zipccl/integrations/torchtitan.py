@@ -35,8 +35,6 @@ from zipccl.integrations.summary import summary
 
 __all__ = ["with_zipccl"]
 
-_CHOICES = {"mode": options._MODES, "window": options._WINDOWS, "cuda_over": options._CUDA_OVER}
-
 
 class _Section:
     def __post_init__(self) -> None:
@@ -50,7 +48,7 @@ def _section() -> type:
     """The options as a dataclass, which is how titan declares flags. They and their help are those of `Options`."""
     fields: list[Any] = [("backend", Literal[BACKEND, "default"], dataclasses.field(default=BACKEND))]
     for name, (default, _) in options._DEFAULTS.items():
-        kind = Literal[_CHOICES[name]] if name in _CHOICES else type(default)
+        kind = Literal[options._CHOICES[name]] if name in options._CHOICES else type(default)
         from_environment = functools.partial(options._from_environment, name)
         fields.append((name, kind, dataclasses.field(default_factory=from_environment)))
     section = dataclasses.make_dataclass("ZipCCL", fields, bases=(_Section,), kw_only=True, slots=True)
