@@ -1,11 +1,12 @@
 """Training steps of a transformer over Gloo, and over zipccl uncoded, coded and as it decides, on links of one rate.
 
     python benchmarks/train.py [--hosts 2] [--link 1gbit] [--width 1024] [--blocks 4] [--tokens 32] [--rounds 7]
-                               [--json FILE]
+                               [--activation gelu] [--json FILE]
 
 Needs root and the package iproute2, for the virtual hosts of benchmarks/network; one rank runs on each. FSDP2 gathers
 bf16 parameters and reduces bf16 gradients in fp32; DDP reduces bf16 gradients. The batch is small, so that
-communication dominates, as it does where many accelerators share a slow network.
+communication dominates, as it does where many accelerators share a slow network. Blocks are GPT's, with GELU; with
+ReLU, whose units are each active for some tokens only, the values of one chunk of a gradient have several scales.
 
 All ways start from the same model and take turns, a step each; a step is as long as its slowest rank, and the figures
 are medians. Coded and uncoded training must have the same losses, bit by bit; Gloo adds in another order, and its
@@ -56,11 +57,13 @@ class Result:
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int, blocks: int):
+    def __init__(self, width: int, blocks: int, activation: str = "gelu"):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, width // 64, 4 * width, dropout=0.0, activation=activation, batch_first=True, norm_first=True
+            )
             for _ in range(blocks)
         )
         self.head = nn.Linear(width, VOCABULARY)
@@ -114,9 +117,8 @@ def train(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.N
     trainings = {}
     for way, group in groups.items():
         torch.manual_seed(0)
-        trainings[way] = Training(
-            TRAININGS[name](Transformer(arguments.width, arguments.blocks), group), arguments.tokens
-        )
+        model = Transformer(arguments.width, arguments.blocks, arguments.activation)
+        trainings[way] = Training(TRAININGS[name](model, group), arguments.tokens)
     results = {way: Result() for way in groups}
     order = list(groups)
     for index in range(WARM_UP + arguments.rounds):
@@ -199,6 +201,7 @@ def main() -> int:
     parser.add_argument("--link", type=parse_rate, default="1gbit", metavar="RATE")
     parser.add_argument("--width", type=int, default=1024, help="of the model, a multiple of 64 (default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--activation", choices=("gelu", "relu"), default="gelu", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32, help="a step and rank (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="steps that count (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
@@ -211,13 +214,13 @@ def main() -> int:
         return 0
     if not can_measure():
         return 2
-    options = {name: getattr(arguments, name) for name in ("width", "blocks", "tokens", "rounds")}
+    options = {name: getattr(arguments, name) for name in ("width", "blocks", "activation", "tokens", "rounds")}
     rates, found = on_network(arguments.hosts, arguments.link, __file__, options)
     trainings = {name: {way: Result(**r) for way, r in ways.items()} for name, ways in found.items()}
     with torch.device("meta"):
         parameters = sum(map(torch.Tensor.numel, Transformer(arguments.width, arguments.blocks).parameters()))
     title = f"{arguments.hosts} hosts, {rate_name(arguments.link)} (TCP {min(rates.received):.0f} Mbit/s), "
-    console.print(result_table(title + f"{parameters / 1e6:.1f} million parameters", trainings))
+    console.print(result_table(title + f"{parameters / 1e6:.1f} million parameters, {arguments.activation}", trainings))
     if arguments.json:
         figures = {"processors": os.cpu_count(), "received": rates.received, "parameters": parameters, **found}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -62,7 +62,7 @@ _DEFAULTS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     # name: the default, and how an environment variable's text becomes a value
     "mode": ("auto", str),
     "min_bytes": (64 << 10, int),
-    "segment_bytes": (4 << 20, int),
+    "segment_bytes": (1 << 20, int),
     "inline_fraction": (1 / 24, float),
     "window": ("sigma", str),
     "checksum": (False, _parse_boolean),

@@ -39,7 +39,7 @@ std::string failure_text(Collective collective, uint64_t sequence, const std::st
 // What must be the same on all ranks of a group: part of the agreement at its start.
 struct ExchangeOptions {
   uint64_t min_bytes = 64 << 10;      // smaller parts travel plain
-  uint64_t segment_bytes = 4 << 20;   // raw bytes that a rank sends to all peers in one segment
+  uint64_t segment_bytes = 1 << 20;   // raw bytes that a rank sends to all peers in one segment
   double inline_fraction = 1.0 / 24;  // inline pool bytes per element
   bool checksum = false;
   // A coded message's static part, whose size is known, goes at once, and its dynamic part, if it has one, follows.

@@ -12,7 +12,7 @@ constexpr double kLongestSeconds = 1.2;      // of one run while measuring; long
 // How much faster than the native one another route must be: less is not to be told apart, as calls that are measured
 // one behind the other may find threads awake that else have to wake up.
 constexpr double kMargin = 0.95;
-constexpr double kLeastGain = 200e-6;
+constexpr double kLeastGain = 20e-6;
 constexpr double kChange = 1.5;
 
 uint64_t grid_above(uint64_t bytes) {

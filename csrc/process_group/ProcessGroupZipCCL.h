@@ -160,7 +160,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   Route route_of(Collective collective, const at::Tensor& tensor, uint64_t part_bytes, bool exchange, bool native);
   // Of an all-to-all with split sizes.
   Route route_of_splits(const at::Tensor& tensor, bool native);
-  Route switched(Collective collective, const Sizes& sizes, bool native, uint64_t review_calls);
+  Route switched(Collective collective, const Sizes& sizes, bool native, bool rare_review);
   void learn(const CallKind& kind, uint64_t bytes, const at::Tensor& sample);
   void review(const CallKind& kind, uint64_t bytes, const at::Tensor& sample, Route route);
   void agree_to_measure(const CallKind& kind, uint64_t bytes);
@@ -239,7 +239,7 @@ class ProcessGroupZipCCL final : public c10d::Backend {
   std::vector<JobList> cuda_coalesced_;
 
   Hosts hosts_;
-  std::map<CallKind, uint64_t> switched_calls_;  // since the last review
+  std::map<CallKind, double> since_review_;  // calls, as they count for the next
   std::atomic<bool> measuring_{false};
 
   std::mutex stats_mutex_;

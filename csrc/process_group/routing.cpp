@@ -12,10 +12,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using c10d::OpType;
 
-// After so many calls of a kind, one measurement tells whether the link is what it was.
-constexpr uint64_t kReviewCalls = 64;
+// After so many calls of a kind, one measurement tells whether the link is what it was. It takes half a millisecond and
+// a call, so that short calls count less.
+constexpr double kReviewCalls = 64;
+constexpr double kShortSeconds = 5e-3;
+constexpr double kShortCall = 0.25;
 // Of CUDA calls, for which the host does not wait else, and of those whose sizes are not known to all and may be small.
-constexpr uint64_t kRareReviewCalls = 1024;
+constexpr double kRareCall = 1.0 / 16;
 // The size that the choice for such calls is made for.
 constexpr uint64_t kSplitsBytes = 1 << 20;
 
@@ -51,7 +54,7 @@ Route ProcessGroupZipCCL::route_of(Collective collective, const Sizes& sizes, bo
     return decided(collective, sizes, uncoded, "smaller than min_bytes");
   }
   if (!options_->mode) {
-    return switched(collective, sizes, native, sizes.sample.is_cuda() ? kRareReviewCalls : kReviewCalls);
+    return switched(collective, sizes, native, /*rare_review=*/sizes.sample.is_cuda());
   }
   Choice choice{*options_->mode};
   if (choice.route == Route::kHierarchical && (!hosts_.hierarchical() || collective == Collective::kAllToAll)) {
@@ -69,10 +72,10 @@ Route ProcessGroupZipCCL::route_of_splits(const at::Tensor& tensor, bool native)
   }
   Sizes sizes;
   sizes.add(tensor, kSplitsBytes);
-  return switched(kAllToAll, sizes, /*native=*/false, kRareReviewCalls);
+  return switched(kAllToAll, sizes, /*native=*/false, /*rare_review=*/true);
 }
 
-Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bool native, uint64_t review_calls) {
+Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bool native, bool rare_review) {
   if (size_ == 1) {
     return decided(collective, sizes, {native ? Route::kNative : Route::kRaw}, "the rank is alone in its group");
   }
@@ -84,8 +87,13 @@ Route ProcessGroupZipCCL::switched(Collective collective, const Sizes& sizes, bo
     }
   } else {
     learn(kind, sizes.total, sizes.sample);
-    if (++switched_calls_[kind] % review_calls == 0) {
-      review(kind, sizes.total, sizes.sample, switcher_.choose(kind, sizes.total, native).route);
+    const Choice choice = switcher_.choose(kind, sizes.total, native);
+    const bool is_short = choice.predicted[static_cast<int>(choice.route)] < kShortSeconds;
+    double& calls = since_review_[kind];
+    calls += rare_review ? kRareCall : is_short ? kShortCall : 1;
+    if (calls >= kReviewCalls) {
+      calls = 0;
+      review(kind, sizes.total, sizes.sample, choice.route);
     }
   }
   const Choice choice = switcher_.choose(kind, sizes.total, native);

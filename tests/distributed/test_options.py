@@ -50,7 +50,7 @@ def test_wrong_options_are_refused_with_what_is_allowed(options: dict, words: li
 
 def test_defaults() -> None:
     options = zipccl.Options()
-    assert (options.mode, options.min_bytes, options.segment_bytes) == ("auto", 65536, 4 << 20)
+    assert (options.mode, options.min_bytes, options.segment_bytes) == ("auto", 65536, 1 << 20)
     assert options.inline_fraction == pytest.approx(1 / 24)
     assert (options.window, options.checksum, options.two_phase) == ("sigma", False, True)
 
