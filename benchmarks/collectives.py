@@ -1,15 +1,18 @@
 """The collectives over Gloo, and over zipccl uncoded, coded and as it decides, on links of different rates.
 
     python benchmarks/collectives.py [--quick] [--worlds 2x1 4x1 2x4 1x2] [--links 1gbit 10gbit unlimited] [--sizes 16M]
-                                     [--collectives all-gather] [--ways raw zip] [--seconds 2] [--json FILE]
+                                     [--collectives all-gather] [--ways raw zip] [--seconds 2] [--time-slices]
+                                     [--json FILE]
 
 Needs root and the package iproute2, for the virtual hosts of benchmarks/network. A world is hosts x ranks on each; with
 one host there are no links, and the ranks use loopback. Sizes are of a part: what one rank has for one other in a call.
 An all-gather sends a part to each, the input of an all-to-all or a reduce-scatter has one for each, and so has the
 tensor of an all-reduce.
 
-All ways take turns in the same processes, and a round is as long as its slowest rank; the figures are medians. Before
-anything is timed, results are compared: zipccl's bit by bit, Gloo's sums with a tolerance, as it rounds in between.
+All ways take turns in the same processes, and a round is as long as its slowest rank; the figures are medians. Ranks
+run in real time, as if each thread had a processor when it wakes; with --time-slices they share processors as the
+system lets them, and Gloo's threads wait for one another more than ours. Before anything is timed, results are
+compared: zipccl's bit by bit, Gloo's sums with a tolerance, as it rounds in between.
 
 What the switcher predicts for each way, and which one it takes, is compared with what was measured.
 """
@@ -290,7 +293,8 @@ def run_in_real_time() -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     """What a rank does. Rank 0 writes one line of JSON for each result."""
-    run_in_real_time()
+    if not arguments.time_slices:
+        run_in_real_time()
     # The message size from which "auto" compresses is its own; the others show what is below it.
     options = {way: zipccl.Options(mode=way, min_bytes=0) for way in WAYS[1:-1] if way in arguments.ways}
     groups = groups_of(options | {"auto": zipccl.Options(mode="auto")})
@@ -317,6 +321,7 @@ def run(hosts: int, ranks_per_host: int, rate: int | None, arguments: argparse.N
         console.print(f"{setting}: {rates}" + ("" if rates.as_asked else " [yellow](not what was asked for)"))
         results = Path(folder) / "results"
         command = [sys.executable, __file__, "--worker", str(results), "--seconds", str(arguments.seconds)]
+        command += ["--time-slices"] if arguments.time_slices else []
         command += ["--sizes", *map(str, arguments.sizes)]
         ways = [way for way in arguments.ways if way != "hierarchical" or (hosts > 1 and ranks_per_host > 1)]
         command += ["--ways", *ways]
@@ -467,6 +472,7 @@ def parse() -> argparse.Namespace:
         "--collectives", nargs="+", metavar="NAME", help=", ".join(repr(collective.name) for collective in COLLECTIVES)
     )
     parser.add_argument("--seconds", type=float, help="for one collective and size, or five rounds (default: 2)")
+    parser.add_argument("--time-slices", action="store_true", help="leave the scheduling of ranks as it is")
     parser.add_argument("--quick", action="store_true", help="few links, sizes and rounds: a look, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(

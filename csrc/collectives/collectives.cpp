@@ -147,15 +147,31 @@ void agree(Exchange& exchange, const Call& call, const Parts& all) {
   if (failure) std::rethrow_exception(failure);
 }
 
-}  // namespace
-
-void all_gather(Exchange& exchange, const Call& call, const Part& input, const std::vector<void*>& outputs,
-                const std::vector<uint64_t>& elements) {
+Parts all_gather_parts(const Part& input, const std::vector<void*>& outputs, const std::vector<uint64_t>& elements) {
   Parts parts;
   parts.outgoing.assign(outputs.size(), input);
   parts.same = true;
   parts.incoming = elements;
   parts.outputs = outputs;
+  return parts;
+}
+
+Parts reduce_scatter_parts(const Exchange& exchange, const Call& call, const std::vector<Part>& inputs,
+                           const Reduce& reduce, void* output) {
+  Parts parts;
+  parts.outgoing = inputs;
+  parts.incoming.assign(inputs.size(), inputs[exchange.rank()].elements);
+  parts.reduce = reduce;
+  parts.output = output;
+  parts.output_dtype = call.dtype;
+  return parts;
+}
+
+}  // namespace
+
+void all_gather(Exchange& exchange, const Call& call, const Part& input, const std::vector<void*>& outputs,
+                const std::vector<uint64_t>& elements) {
+  const Parts parts = all_gather_parts(input, outputs, elements);
   if (call.route == Route::kHierarchical) {
     agree(exchange, call, parts);
     return all_gather_by_hosts(exchange, call, parts);
@@ -174,12 +190,7 @@ void all_to_all(Exchange& exchange, const Call& call, const std::vector<Part>& i
 
 void reduce_scatter(Exchange& exchange, const Call& call, const std::vector<Part>& inputs, const Reduce& reduce,
                     void* output) {
-  Parts parts;
-  parts.outgoing = inputs;
-  parts.incoming.assign(inputs.size(), inputs[exchange.rank()].elements);
-  parts.reduce = reduce;
-  parts.output = output;
-  parts.output_dtype = call.dtype;
+  const Parts parts = reduce_scatter_parts(exchange, call, inputs, reduce, output);
   if (call.route == Route::kHierarchical) {
     agree(exchange, call, parts);
     return reduce_scatter_by_hosts(exchange, call, parts);
@@ -202,20 +213,26 @@ void all_reduce(Exchange& exchange, const Call& call, void* values, uint64_t ele
     outputs.push_back(at_offset(values, begin, call.dtype));
     inputs.push_back({outputs.back(), shares.back()});
   }
-  Call phase = call;
-  void* own = outputs[exchange.rank()];
+  Call next = call, failed = call;
+  next.phase = 1;
+  failed.phase = kFailedPhase;
+  const Part& own = inputs[exchange.rank()];  // and then the result
+  if (call.route != Route::kHierarchical &&
+      exchange.run_with(call, reduce_scatter_parts(exchange, call, inputs, reduce, outputs[exchange.rank()]), next,
+                        all_gather_parts(own, outputs, shares), failed)) {
+    return;
+  }
   std::exception_ptr failure;
   try {
-    reduce_scatter(exchange, phase, inputs, reduce, own);
+    reduce_scatter(exchange, call, inputs, reduce, outputs[exchange.rank()]);
   } catch (const MismatchError&) {
     failure = std::current_exception();
   } catch (const FormatError&) {
     failure = std::current_exception();
   }
   // Also after a failure: the peers wait.
-  phase.phase = failure ? kFailedPhase : 1;
   try {
-    all_gather(exchange, phase, {own, shares[exchange.rank()]}, outputs, shares);
+    all_gather(exchange, failure ? failed : next, own, outputs, shares);
   } catch (const MismatchError&) {
     if (!failure) throw;
   }

@@ -215,6 +215,12 @@ class Exchange {
   // Whether what goes to this rank stays on the host.
   bool is_local(int peer) const { return hosts_.of(peer) == hosts_.of(rank()); }
   virtual void run(const Call& call, const Parts& parts) = 0;
+  // Runs a reduce-scatter and, as `next`, the all-gather of its results, segment by segment, if it can. Where the first
+  // fails, peers are told with `failed`.
+  virtual bool run_with(const Call&, const Parts& /*sums*/, const Call& /*next*/, const Parts& /*shares*/,
+                        const Call& /*failed*/) {
+    return false;
+  }
   // Throws MismatchError where a peer calls something else, if run() would. Nothing but that is exchanged.
   virtual void agree(const Call& call, const Parts& parts) = 0;
   virtual uint64_t segments_in_flight() const = 0;

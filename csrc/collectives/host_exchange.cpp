@@ -4,13 +4,14 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <optional>
 
 namespace zipccl {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2, kSizeTag = 3 };
+enum Tag { kHelloTag = 0, kStaticTag = 1, kDynamicTag = 2, kSizeTag = 3, kTags = 4 };
 
 // What a sender tells each peer before anything else.
 struct Hello {
@@ -77,10 +78,12 @@ class HostCall {
         rank_(exchange.rank()),
         members_(exchange.members(parts)),
         order_(exchange.hosts().order(members_)),
+        two_phase_(exchange.options_.two_phase),
+        first_tag_((call.phase & 1) * kTags),
         // Both ends of a pair cut alike, whether it goes on by itself or not.
         segments_(exchange.options_, call,
                   call.collective == Collective::kAllToAll ? exchange.size() : members_.size()),
-        two_phase_(exchange.options_.two_phase),
+        count_(segments_.count(parts)),
         matched_(exchange.size(), true) {
     const auto own = std::find(members_.begin(), members_.end(), rank_);
     receivers_.assign(own + 1, members_.end());
@@ -95,7 +98,8 @@ class HostCall {
   void agree() {
     post_greetings();
     check_greetings();
-    end();
+    flush();
+    raise();
   }
 
   // Greets a rank with which nothing is exchanged. Whether it agrees is found in a later call.
@@ -116,34 +120,74 @@ class HostCall {
   }
 
   void run() {
-    const uint64_t segments = segments_.count(parts_);
+    begin();
+    for (uint64_t k = 0; k < steps(); k++) step(k);
+    flush();
+    raise();
+  }
 
-    if (!parts_.agreed) post_greetings();
-    if (segments > 0) encode_segment(0);  // hides the greetings' round trip
-    check_greetings();
-    for (uint64_t k = 0; k < std::min(kSlots, segments); k++) post_receives(k);
-    // A dynamic part, of which only the static one tells, moves while the next segment is encoded.
-    for (uint64_t k = 0; k < segments + kSlots - 1; k++) {
-      if (k < segments) {
-        if (k > 0) encode_segment(k);
-        send_segment(k);
+  // As run(), and then `shares`, the all-gather of what this reduce-scatter results in; but each segment of that moves
+  // as soon as its sums are there. Its greetings come behind the last sums and tell whether all are right: where not,
+  // they are those of `failed`.
+  void run_with(HostCall& shares, const Call& failed) {
+    begin();
+    shares.matched_ = matched_;
+    shares.post_first_receives();
+    std::optional<HostCall> verdict;
+    for (uint64_t k = 0; k < steps() + kLag; k++) {
+      if (k < steps()) step(k);
+      if (k + 1 == steps()) {
+        const bool right = !error_ && mismatches_.empty();
+        verdict.emplace(exchange_, right ? shares.call_ : failed, shares.parts_).post_greetings();
       }
-      if (k >= 1 && k - 1 < segments) receive_statics(k - 1);
-      if (k >= 2) {
-        consume_segment(k - 2);
-        if (k + 1 < segments) post_receives(k + 1);
-      }
+      if (k >= kLag) shares.step(k - kLag);
     }
-    for (uint64_t slot = 0; slot < kSlots; slot++) finish_sends(slot);
-    end();
+    flush();
+    shares.flush();
+    verdict->check_greetings();
+    verdict->flush();
+    raise();
+    shares.raise();
+    verdict->raise();
   }
 
  private:
   static constexpr uint64_t kSlots = HostExchange::kSlots;
-  static constexpr size_t kUnanswered = 64;  // greetings that may be open at once
+  static constexpr uint64_t kLag = kSlots - 1;  // steps until what was sent is consumed
+  static constexpr size_t kUnanswered = 64;     // greetings that may be open at once
 
-  void end() {
+  void begin() {
+    if (!parts_.agreed) post_greetings();
+    if (count_ > 0) encode_segment(0);  // hides the greetings' round trip
+    check_greetings();
+    post_first_receives();
+  }
+
+  void post_first_receives() {
+    for (uint64_t k = 0; k < std::min(kSlots, count_); k++) post_receives(k);
+  }
+
+  uint64_t steps() const { return count_ + kLag; }
+
+  // A dynamic part, of which only the static one tells, moves while the next segment is encoded.
+  void step(uint64_t k) {
+    if (k < count_) {
+      if (k >= encoded_) encode_segment(k);
+      send_segment(k);
+    }
+    if (k >= 1 && k - 1 < count_) receive_statics(k - 1);
+    if (k >= kLag) {
+      consume_segment(k - kLag);
+      if (k + 1 < count_) post_receives(k + 1);
+    }
+  }
+
+  void flush() {
+    for (uint64_t slot = 0; slot < kSlots; slot++) finish_sends(slot);
     for (auto& [peer, greeting] : greetings_) wait(greeting->sent, "sending to", peer);
+  }
+
+  void raise() {
     if (error_) std::rethrow_exception(error_);
     if (!mismatches_.empty()) throw MismatchError(mismatches_);
   }
@@ -246,6 +290,7 @@ class HostCall {
   void encode_segment(uint64_t k) {
     const int slot = static_cast<int>(k % kSlots);
     finish_sends(slot);
+    encoded_ = k + 1;
     produce(k);
     const Stopwatch stopwatch(exchange_.counters_.encode_seconds);
     const auto traced = span("zipccl:encode");
@@ -292,7 +337,7 @@ class HostCall {
       const bool coded = segments_.coded(parts_.outgoing[peer].elements);
       const uint64_t dynamic_size = encoding.encoded.dynamic_bytes;
       const auto send = [&](Tag tag, const void* data, uint64_t bytes) {
-        sends_[slot].emplace_back(peer, exchange_.transport_.send(peer, tag, data, bytes));
+        sends_[slot].emplace_back(peer, exchange_.transport_.send(peer, first_tag_ + tag, data, bytes));
       };
       Counters& counters = exchange_.counters_;
       if (two_phase_ || !coded) {
@@ -330,17 +375,17 @@ class HostCall {
       Incoming& incoming = incoming_[slot][peer];
       incoming.dynamic = false;
       if (!two_phase_ && segments_.coded(parts_.incoming[peer])) {
-        incoming.posted = exchange_.transport_.receive(peer, kSizeTag, &incoming.size, sizeof incoming.size);
+        incoming.posted =
+            exchange_.transport_.receive(peer, first_tag_ + kSizeTag, &incoming.size, sizeof incoming.size);
         continue;
       }
       const uint64_t bytes = segments_.static_size(parts_.incoming[peer], k);
       uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, peer, slot, bytes);
-      incoming.posted = exchange_.transport_.receive(peer, kStaticTag, memory, bytes);
+      incoming.posted = exchange_.transport_.receive(peer, first_tag_ + kStaticTag, memory, bytes);
     }
   }
 
   void receive_statics(uint64_t k) {
-    const int slot = static_cast<int>(k % kSlots);
     for (int peer : senders_) {
       const uint64_t elements = segments_.elements(parts_.incoming[peer], k);
       if (elements == 0 || !matched_[peer]) continue;
@@ -423,7 +468,7 @@ class HostCall {
     uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveStatic, source, slot, message.static_size + dynamic);
     message.statics = memory;
     message.dynamic = memory + message.static_size;
-    incoming.posted = exchange_.transport_.receive(source, kStaticTag, memory, incoming.size);
+    incoming.posted = exchange_.transport_.receive(source, first_tag_ + kStaticTag, memory, incoming.size);
   }
 
   // How much follows such a message is unknown, so nothing after it can be received.
@@ -456,7 +501,7 @@ class HostCall {
     read_announced(source, elements, message);
     if (message.dynamic_size == 0) return;
     uint8_t* memory = exchange_.workspace_.get(Workspace::kReceiveDynamic, source, slot, message.dynamic_size);
-    posted = exchange_.transport_.receive(source, kDynamicTag, memory, message.dynamic_size);
+    posted = exchange_.transport_.receive(source, first_tag_ + kDynamicTag, memory, message.dynamic_size);
     dynamic = true;
     message.dynamic = memory;
   }
@@ -526,9 +571,13 @@ class HostCall {
   const std::vector<int> members_;
   const std::vector<std::vector<int>> order_;
   const bool two_phase_;
+  // Of its messages: those of the second phase of an all-reduce go between those of the first.
+  const int first_tag_;
   // The peers, each rank's in another order, so that not all turn to one.
   std::vector<int> receivers_, senders_;
   const Segments segments_;
+  const uint64_t count_;  // of segments
+  uint64_t encoded_ = 0;
   // Of the segment that is consumed: what the host's ranks, and what all hosts before have contributed.
   float* host_sum_ = nullptr;
   float* total_ = nullptr;
@@ -555,21 +604,38 @@ uint8_t* Workspace::get(Use use, int peer, int slot, uint64_t bytes) {
   return buffer.memory.get();
 }
 
-void HostExchange::run(const Call& call, const Parts& parts) {
+template <typename Action>
+void HostExchange::timed(const Action& action) {
   double inner = 0;
   const Stopwatch total(depth_ == 0 ? counters_.total_seconds : inner);
   depth_++;
   try {
-    if (call.collective == Collective::kAllToAll) {
-      run_pairs(call, parts);
-    } else {
-      HostCall(*this, call, parts).run();
-    }
+    action();
   } catch (...) {
     depth_--;
     throw;
   }
   depth_--;
+}
+
+void HostExchange::run(const Call& call, const Parts& parts) {
+  timed([&] {
+    if (call.collective == Collective::kAllToAll) {
+      run_pairs(call, parts);
+    } else {
+      HostCall(*this, call, parts).run();
+    }
+  });
+}
+
+bool HostExchange::run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares,
+                            const Call& failed) {
+  timed([&] {
+    HostExchange second(transport_, state_, state_.of_shares, options_, hosts_, deadline_, counters_, services_);
+    HostCall share(second, next, shares);
+    HostCall(*this, call, sums).run_with(share, failed);
+  });
+  return true;
 }
 
 void HostExchange::run_pairs(const Call& call, const Parts& parts) {

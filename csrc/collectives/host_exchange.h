@@ -42,6 +42,7 @@ struct Greeting;
 struct HostState {
   explicit HostState(int size) : of_pairs(size), unanswered(size) {}
   Workspace workspace;
+  Workspace of_shares;              // of the second phase of an all-reduce
   std::vector<Workspace> of_pairs;  // by peer: of pairs that go on by themselves
   // By peer: greetings of calls in which nothing was exchanged with it. To be destroyed before their transport.
   std::vector<std::list<std::shared_ptr<Greeting>>> unanswered;
@@ -67,6 +68,8 @@ class HostExchange final : public Exchange {
   int size() const override { return transport_.size(); }
   // Also from a call's own hooks.
   void run(const Call& call, const Parts& parts) override;
+  bool run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares,
+                const Call& failed) override;
   void agree(const Call& call, const Parts& parts) override;
   uint64_t segments_in_flight() const override { return kSlots; }
   uint8_t* stage(int index, uint64_t bytes) override { return workspace_.get(Workspace::kStage, index, 0, bytes); }
@@ -85,6 +88,9 @@ class HostExchange final : public Exchange {
         deadline_(deadline),
         counters_(counters),
         services_(services) {}
+  // Counts the time of a call, but for those inside others.
+  template <typename Action>
+  void timed(const Action& action);
   void run_pairs(const Call& call, const Parts& parts);
   void add_pairs(const std::vector<Counters>& pairs);
   std::chrono::milliseconds time_left() const;  // until the deadline; at least one

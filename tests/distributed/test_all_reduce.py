@@ -10,6 +10,7 @@ from oracle import KINDS, REDUCTIONS, SIZES, assert_bits, assert_number, data, r
 from test_all_gather import LARGE, MODES
 
 import zipccl
+from zipccl.backend import backend_of
 
 pytestmark = only_zipccl
 
@@ -134,3 +135,35 @@ def test_a_mismatch_fails_on_all_ranks(world_size: int) -> None:
     assert [e.state for e in ended] == ["ok"] * world_size, explain(ended)
     for e in ended:
         assert "all_reduce" in e.value and "but rank" in e.value, e.value
+
+
+def damaged(rank: int, world_size: int, store: dist.Store) -> str:
+    """Rank 2 sends the others their own messages back, but the second segment of its summands for rank 0 damaged."""
+    init(rank, world_size, store, timeout=10, mode="zip", min_bytes=0, segment_bytes=1, checksum=True)
+    segment = 65536  # the least: 8 chunks
+    text = "sent"
+    if rank == 2:
+        wire = backend_of().exchange_backend
+        summands, results, greeting = 1, 5, 0  # tags
+        for place, tag in enumerate((greeting, summands, summands, results, results, greeting)):
+            for peer in (0, 1):
+                message = torch.zeros(56 if tag == greeting else 384 + 8 * 11264 + 2816, dtype=torch.uint8)
+                wire.recv([message], peer, tag).wait()
+                message[len(message) // 2] ^= 0x55 * (place == 2 and peer == 0)
+                wire.send([message], peer, tag).wait()
+    else:
+        try:
+            dist.all_reduce(data("bf16_gauss", 2 * segment * world_size, rank))
+        except RuntimeError as error:
+            text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_a_sum_that_lacks_a_summand_is_no_result() -> None:
+    """The rank that finds out tells the others behind what it has sent by then."""
+    ended = launch(3, damaged, timeout=30)
+    values = [str(e.value) for e in ended]
+    assert "rank 2 sent a corrupted message" in values[0] and "checksum" in values[0], explain(ended)
+    assert "rank 0 calls all_reduce" in values[1] and "as it failed" in values[1], explain(ended)
+    assert values[2] == "sent", explain(ended)
