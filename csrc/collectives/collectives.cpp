@@ -213,26 +213,27 @@ void all_reduce(Exchange& exchange, const Call& call, void* values, uint64_t ele
     outputs.push_back(at_offset(values, begin, call.dtype));
     inputs.push_back({outputs.back(), shares.back()});
   }
-  Call next = call, failed = call;
+  Call next = call;
   next.phase = 1;
-  failed.phase = kFailedPhase;
   const Part& own = inputs[exchange.rank()];  // and then the result
+  void* result = outputs[exchange.rank()];
   if (call.route != Route::kHierarchical &&
-      exchange.run_with(call, reduce_scatter_parts(exchange, call, inputs, reduce, outputs[exchange.rank()]), next,
-                        all_gather_parts(own, outputs, shares), failed)) {
+      exchange.run_with(call, reduce_scatter_parts(exchange, call, inputs, reduce, result), next,
+                        all_gather_parts(own, outputs, shares))) {
     return;
   }
   std::exception_ptr failure;
   try {
-    reduce_scatter(exchange, call, inputs, reduce, outputs[exchange.rank()]);
+    reduce_scatter(exchange, call, inputs, reduce, result);
   } catch (const MismatchError&) {
     failure = std::current_exception();
   } catch (const FormatError&) {
     failure = std::current_exception();
   }
   // Also after a failure: the peers wait.
+  if (failure) next.phase = kFailedPhase;
   try {
-    all_gather(exchange, failure ? failed : next, own, outputs, shares);
+    all_gather(exchange, next, own, outputs, shares);
   } catch (const MismatchError&) {
     if (!failure) throw;
   }

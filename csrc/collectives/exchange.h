@@ -60,8 +60,11 @@ struct Call {
   std::shared_ptr<const std::vector<uint32_t>> escapes = nullptr;
 };
 
+// Of what ranks tell each other around messages: greetings, and in which order what is sent.
+constexpr int kExchangeVersion = 2;
+
 // The phase of a rank that has nothing to contribute, because an earlier phase failed: its peers, which expect another,
-// get nothing from it, and fail too.
+// fail too.
 constexpr uint8_t kFailedPhase = 0xff;
 
 // Peers called with other arguments, or sent what cannot be used. The transport is still usable.
@@ -215,10 +218,8 @@ class Exchange {
   // Whether what goes to this rank stays on the host.
   bool is_local(int peer) const { return hosts_.of(peer) == hosts_.of(rank()); }
   virtual void run(const Call& call, const Parts& parts) = 0;
-  // Runs a reduce-scatter and, as `next`, the all-gather of its results, segment by segment, if it can. Where the first
-  // fails, peers are told with `failed`.
-  virtual bool run_with(const Call&, const Parts& /*sums*/, const Call& /*next*/, const Parts& /*shares*/,
-                        const Call& /*failed*/) {
+  // Runs a reduce-scatter and, as `next`, the all-gather of its results, segment by segment; false: it cannot.
+  virtual bool run_with(const Call&, const Parts& /*sums*/, const Call& /*next*/, const Parts& /*shares*/) {
     return false;
   }
   // Throws MismatchError where a peer calls something else, if run() would. Nothing but that is exchanged.

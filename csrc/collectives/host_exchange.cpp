@@ -126,10 +126,12 @@ class HostCall {
     raise();
   }
 
-  // As run(), and then `shares`, the all-gather of what this reduce-scatter results in; but each segment of that moves
-  // as soon as its sums are there. Its greetings come behind the last sums and tell whether all are right: where not,
-  // they are those of `failed`.
-  void run_with(HostCall& shares, const Call& failed) {
+  // As run(), and then `shares`, the all-gather of what this reduce-scatter results in, of as many segments; but each
+  // of these moves as soon as its sums are there. Its greetings come behind the last sums and tell whether all are
+  // right.
+  void run_with(HostCall& shares) {
+    Call failed = shares.call_;
+    failed.phase = kFailedPhase;
     begin();
     shares.matched_ = matched_;
     shares.post_first_receives();
@@ -628,12 +630,11 @@ void HostExchange::run(const Call& call, const Parts& parts) {
   });
 }
 
-bool HostExchange::run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares,
-                            const Call& failed) {
+bool HostExchange::run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares) {
   timed([&] {
     HostExchange second(transport_, state_, state_.of_shares, options_, hosts_, deadline_, counters_, services_);
     HostCall share(second, next, shares);
-    HostCall(*this, call, sums).run_with(share, failed);
+    HostCall(*this, call, sums).run_with(share);
   });
   return true;
 }

@@ -68,8 +68,7 @@ class HostExchange final : public Exchange {
   int size() const override { return transport_.size(); }
   // Also from a call's own hooks.
   void run(const Call& call, const Parts& parts) override;
-  bool run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares,
-                const Call& failed) override;
+  bool run_with(const Call& call, const Parts& sums, const Call& next, const Parts& shares) override;
   void agree(const Call& call, const Parts& parts) override;
   uint64_t segments_in_flight() const override { return kSlots; }
   uint8_t* stage(int index, uint64_t bytes) override { return workspace_.get(Workspace::kStage, index, 0, bytes); }

@@ -45,8 +45,8 @@ struct ZipCCLOptions final : c10d::Backend::Options {
   // Everything that all ranks of a group must have in common, for the agreement when it is made.
   std::string describe() const {
     std::ostringstream text;
-    text << std::setprecision(std::numeric_limits<double>::max_digits10) << "wire format " << kVersion << ", mode='"
-         << (mode ? name(*mode) : "auto") << "', min_bytes=" << exchange.min_bytes
+    text << std::setprecision(std::numeric_limits<double>::max_digits10) << "wire format " << kVersion << ", exchange "
+         << kExchangeVersion << ", mode='" << (mode ? name(*mode) : "auto") << "', min_bytes=" << exchange.min_bytes
          << ", segment_bytes=" << exchange.segment_bytes << ", inline_fraction=" << exchange.inline_fraction
          << ", checksum=" << (exchange.checksum ? "True" : "False")
          << ", two_phase=" << (exchange.two_phase ? "True" : "False") << ", cuda_segment_bytes=" << cuda_segment_bytes

@@ -47,6 +47,19 @@ def test_every_size(rank: int, world_size: int, mode: str) -> None:
 
 
 @ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", ["bf16_gauss", "fp32_full", "fp32_low_zero"])
+@pytest.mark.parametrize("options", [{}, dict(two_phase=False), dict(min_bytes=1 << 20), dict(mode="raw")], ids=str)
+def test_many_segments(rank: int, world_size: int, kind: str, options: dict) -> None:
+    """Both phases are under way at once; the last share is shorter, and with min_bytes plain."""
+    g = group(**dict(mode="zip", min_bytes=0, segment_bytes=1) | options)
+    segment = (128 << 10) // data(kind, 1, 0).element_size()
+    for n in (8 * segment * world_size + 1, 8 * segment * world_size - 5):
+        x = data(kind, n, rank)
+        dist.all_reduce(x, group=g)
+        assert_number(x, reduced([data(kind, n, r) for r in range(world_size)], "sum"), (kind, n))
+
+
+@ranks(2, 3, 4)
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_paths_and_ranks_are_bit_identical(rank: int, world_size: int, op: str) -> None:
     """Also in which NaN a sum keeps; and equal to a reduce-scatter's parts, which have the same order."""

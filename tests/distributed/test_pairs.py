@@ -120,6 +120,10 @@ def test_one_phase_gives_the_same(rank: int, world_size: int, kind: str) -> None
     again = torch.empty_like(summed)
     dist.reduce_scatter_tensor(again, parts, group=group(**ZIP, segment_bytes=200_000))
     assert_bits(summed, again)
+    long, again = mine.repeat(5), mine.repeat(5)
+    dist.all_reduce(long, group=g)
+    dist.all_reduce(again, group=group(**ZIP, segment_bytes=200_000))
+    assert_bits(long, again)
 
 
 @ranks(2)
