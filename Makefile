@@ -80,7 +80,7 @@ format: $(ENV)/.tools  ## rewrite the sources in the style that lint checks
 bench: build  ## the codec against memcpy and other compressors
 	$(ENV)/bin/python benchmarks/codec.py
 
-bench-net: build  ## the collectives against Gloo on links of several rates, in half an hour (needs root and iproute2)
+bench-net: build  ## the collectives against Gloo on links of several rates, in forty minutes (needs root and iproute2)
 	$(ENV)/bin/python benchmarks/collectives.py
 
 bench-train: build  ## training steps over Gloo and over zipccl on a link of 1 Gbit/s, in three minutes (as bench-net)
